@@ -14,7 +14,7 @@ _NOT_AT_ALL_S = 1e-3
 
 
 def seconds_or_none_at_all(operation: str, duration: Duration) -> float:
-    """As `seconds`, but zero means not to wait, as torch's stores have it."""
+    """Seconds as `seconds`, but zero means not to wait, as torch's stores have it."""
     value: object = duration
     is_zero = isinstance(value, float | int | timedelta) and not value
     return _NOT_AT_ALL_S if is_zero else seconds(operation, duration)

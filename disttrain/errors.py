@@ -123,7 +123,7 @@ class StoreAuthError(StoreError):
 
 
 class StoreQueueEmptyError(StoreError, QueueEmptyError):
-    """There is nothing in the queue, and the caller did not want to wait."""
+    """The queue is empty, and the caller did not want to wait."""
 
 
 class StoreLimitError(StoreError, ValueError):

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Within the block nothing is collected that only cycles keep."""
+    """Keeps the garbage collector from collecting cycles within the block."""
     if not gc.isenabled():
         yield
         return

@@ -69,7 +69,7 @@ def lazily(
 
 
 def _imports(package: str) -> dict[str, str]:
-    """By name: the module that a package imports it from."""
+    """Maps each name to the module that a package imports it from."""
     homes: dict[str, str] = {}
     # Regular expressions would take longer to compile than all of this.
     for line in _source(package).splitlines():
@@ -103,7 +103,7 @@ def answering(package: str) -> Callable[[str], Any]:
 
 @cache
 def absent_names() -> dict[tuple[str, str], str]:
-    """By package and name: why a name of torch's is not here, and what is instead."""
+    """Maps package and name to the reason why a name of torch's is not here, and what is instead."""
     lines = (Path(__file__).parent / "absent_names.txt").read_text(encoding="utf-8").splitlines()
     rows = (line.split("\t") for line in lines)
     return {(package, name): reason for package, name, reason in rows}

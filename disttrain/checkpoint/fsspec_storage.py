@@ -120,11 +120,11 @@ class FsspecStorage:
             self._system.rm(str(path), recursive=True)
 
     def hold(self, path: Path) -> AbstractContextManager[None]:
-        """Nothing can be held."""
+        """Does nothing: there are no locks."""
         return nullcontext()
 
     def is_held(self, path: Path) -> None:
-        """None: nobody can know."""
+        """Always None: nobody can know."""
 
     def remove_unless_held(self, path: Path) -> bool:
         """False: nobody can know whether the process that wrote it is alive."""

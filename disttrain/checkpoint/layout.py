@@ -101,7 +101,7 @@ def parts_at(
 
 
 def _cut(runs: list[tuple[int, int]], blocks: int, num_pieces: int, position: int) -> list[tuple[int, int]]:
-    """Of runs (start, length) one after the other, what is left when each of their equal blocks is cut."""
+    """Cuts runs (start, length) of equal blocks, each block for itself, and returns the runs of one piece."""
     block_size = sum(length for _, length in runs) // blocks
     size, offset = piece(block_size, num_pieces, position)
     remaining: list[tuple[int, int]] = []

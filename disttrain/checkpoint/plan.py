@@ -150,11 +150,7 @@ def _split_elements(box: Box, item_size: int, num_holders: int) -> int:
 
 
 def _merged(outlines: Sequence[Outline]) -> dict[str, dict[TensorSpec, tuple[int, ...]]]:
-    """Each tensor: how it lies, and the ranks that have it so.
-
-    It may lie alike on several meshes that have no rank in common, as the parameters that tensor parallel leaves whole
-    and `fully_shard` cuts along the other axis do: these hold copies.
-    """
+    """Maps each tensor's name to its specs, and each spec to the ranks that have it so."""
     if all(outline is outlines[0] for outline in outlines):
         every = tuple(range(len(outlines)))
         return {name: {spec: every} for name, spec in outlines[0].tensors.items()}

@@ -35,7 +35,7 @@ def progress(title: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
 
 
 class _Lines:
-    """At most one line in ten seconds: short commands print none."""
+    """Prints at most one line in ten seconds: short commands print none."""
 
     def __init__(self, title: str, total_bytes: int) -> None:
         self._title, self._total_bytes = title, total_bytes

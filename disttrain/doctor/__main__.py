@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _examine_all(world: World, *, measures_links: bool) -> tuple[Findings | None, Links | None]:
-    """All ranks' findings, and the links where rank 0 asks for them, on rank 0."""
+    """The findings of all ranks, and the links where rank 0 asks for them, on rank 0."""
     store = PrefixStore("doctor", world.store)
     served = store.clone()
     if world.rank == 0:

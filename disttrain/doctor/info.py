@@ -72,7 +72,7 @@ def _version(package: str) -> str:
 
 
 def _read(setting: settings.Setting[Any], environ: Mapping[str, str] | None) -> str:
-    """Its value; of what holds a secret there are only names of files among the settings."""
+    """The value of a setting; of what holds a secret there are only names of files among the settings."""
     try:
         return repr(setting.read(environ))
     except SettingError as error:

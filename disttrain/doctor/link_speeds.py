@@ -77,7 +77,7 @@ def _latency_s(group: ProcessGroup) -> float | None:
 
 
 def _bytes_per_s(group: ProcessGroup) -> float:
-    """Each of the two sends and receives at once, as in a ring; 0 where they cannot talk."""
+    """The rate of two ranks that send and receive at once, as in a ring; 0 where they cannot talk."""
     device = group.world.device
     sent = torch.zeros(LARGE_BYTES, dtype=torch.uint8, device=device)
     received = torch.empty_like(sent)
@@ -106,7 +106,7 @@ def _gather_s(world: World, leaders: Sequence[int]) -> float:
 
 
 def _median_s(group: ProcessGroup, run: Callable[[], object], num_runs: int, num_parts: int) -> float | None:
-    """Of one part of a run; None where ranks cannot talk."""
+    """The median time of one part of a run; None where ranks cannot talk."""
     device = group.world.device
     durations_s = []
     try:

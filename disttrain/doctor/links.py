@@ -18,7 +18,7 @@ _MAX_ROWS = 28
 
 @dataclass(frozen=True)
 class LinkOfPair:
-    """Between two nodes, by their places in the list of hosts.
+    """The link between two nodes, by their indices in the list of hosts.
 
     Args: latency_s  of a small message, one way, while nothing else is sent;  bytes_per_s  that each rank of a node
           sends while it receives as much, and all the others of both nodes do so too.
@@ -32,7 +32,7 @@ class LinkOfPair:
 
 @dataclass(frozen=True)
 class Links:
-    """Between all nodes that could talk.
+    """The links between all nodes that could talk.
 
     Args: transport  "gloo" or "nccl";  num_ranks  that measured on each node;  gather_s  of a small gather over one
           rank of each node, 0 where there are two.
@@ -46,12 +46,12 @@ class Links:
 
     @property
     def bytes_per_s(self) -> float:
-        """Of a ring, which is as fast as its slowest link."""
+        """The rate of a ring, which is as fast as its slowest link."""
         return min(pair.bytes_per_s for pair in self._in_ring)
 
     @property
     def latency_s(self) -> float:
-        """Of one hop: a ring goes over all of its links."""
+        """The latency of one hop: a ring goes over all of its links."""
         return statistics.fmean(pair.latency_s for pair in self._in_ring)
 
     @property
@@ -64,7 +64,7 @@ class Links:
 
     @property
     def _in_ring(self) -> Sequence[LinkOfPair]:
-        """Between neighbours, as ranks are in a ring; all where one of these is not known."""
+        """The links between neighbours, as ranks are in a ring; all where one of these is not known."""
         num_hosts = len(self.hosts)
         neighbours = {frozenset((node, (node + 1) % num_hosts)) for node in range(num_hosts)}
         neighbour_pairs = [pair for pair in self.pairs if frozenset((pair.first, pair.second)) in neighbours]

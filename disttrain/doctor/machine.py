@@ -87,7 +87,7 @@ def look(first_node: str | None, num_gpus: int) -> Machine:
 
 
 def examine(machine: Machine) -> list[Finding]:
-    """All checks, in the order of the table."""
+    """Runs all checks, in the order of the table."""
     return [finding for check in _CHECKS for finding in check(machine)]
 
 

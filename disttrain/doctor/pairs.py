@@ -33,7 +33,7 @@ def rounds(num_nodes: int, max_rounds: int = MAX_ROUNDS) -> list[list[Pair]]:
 
 @dataclass(frozen=True)
 class Measured:
-    """Between two nodes; `problem` says why there is nothing else."""
+    """Measurements between two nodes; `problem` says why there is nothing else."""
 
     bytes_per_s: float = 0.0
     latency_s: float = 0.0
@@ -91,7 +91,7 @@ def _slow(num_nodes: int, well: Mapping[Pair, Measured]) -> list[tuple[int, floa
 
 
 def _unreachable(num_nodes: int, measured: Mapping[Pair, Measured]) -> dict[int, dict[int, str]]:
-    """Of each failed pair the node that has failed with more of the others."""
+    """The node to blame for each failed pair: the one that has failed with more of the others."""
     failed = {pair: measurement.problem for pair, measurement in measured.items() if measurement.problem}
     count = {node: sum(node in pair for pair in failed) for node in range(num_nodes)}
     unreachable: dict[int, dict[int, str]] = {}

@@ -90,7 +90,8 @@ def cudnn_attention(
 def flash_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: tuple[int, int], scale: float
 ) -> torch.Tensor:
-    """As cuDNN's: FlashAttention 2. `window`: how many keys before and behind a query's own it sees, -1 for all."""
+    """FlashAttention 2, with the shapes of `cudnn_attention`. `window`: how many keys before and behind a query's own
+    it sees, -1 for all."""
     before, behind = window
     attend: Any
     if before < 0 and behind <= 0:

@@ -35,7 +35,8 @@ def choose(operation: str, tensor: torch.Tensor, obstacle: str, reference: T, lo
 
 @as_constant
 def tell_fallback(operation: str, reason: str, is_slow: bool = True) -> None:
-    """For what torch's operators compute in a kernel's place: raise if asked to be strict, or warn if it `is_slow`."""
+    """Reports that torch's operators compute in a kernel's place: raises if asked to be strict, or warns if it
+    `is_slow`."""
     if KERNELS.read() == "triton":
         raise BackendError(operation, reason, "Set DISTTRAIN_KERNELS=auto to compute it by torch's operators.")
     if is_slow:
@@ -52,7 +53,7 @@ def _obstacle_of(tensor: torch.Tensor) -> str:
 
 @cache
 def _warn(operation: str, reason: str) -> None:
-    """Once for each reason."""
+    """Warns once for each reason."""
     warnings.warn(f"{operation}: {reason} It is computed by torch's operators.", stacklevel=3)
 
 

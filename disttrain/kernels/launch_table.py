@@ -42,7 +42,7 @@ def are_aligned(tensors: Iterable[torch.Tensor], addresses: Iterable[Sequence[in
 
 @lru_cache(maxsize=256)
 def blocks_of(sizes: tuple[int, ...], block: int, device: torch.device) -> tuple[Any, Any, Any]:
-    """For each program its tensor and which block of it, in 32 bits, and each tensor's size; on the device."""
+    """The tensor and the block of each program, in 32 bits, and each tensor's size; on the device."""
     counts = torch.tensor([triton.cdiv(size, block) for size in sizes])
     tensors = torch.repeat_interleave(torch.arange(len(sizes)), counts)
     begins = counts.cumsum(0) - counts

@@ -65,7 +65,7 @@ def _gated_products(module: nn.Module, graph: fx.Graph) -> Iterator[str]:
 
 
 def _activation(module: nn.Module, node: Any) -> Any:
-    """By its name, of a node that activates its one input and is used once; else None."""
+    """The name of the activation, of a node that activates its one input and is used once; else None."""
     if not isinstance(node, fx.Node) or len(node.users) != 1 or len(node.args) != 1:
         return None
     options = dict(node.kwargs)
@@ -133,7 +133,8 @@ _AS_WIDE = ("float", "to")
 
 
 def _way_from_head(module: nn.Module, node: Any) -> list[fx.Node]:
-    """From `node` back to the linear layer whose output it is, as rows, perhaps in fp32; empty where there is none.
+    """The nodes from `node` back to the linear layer whose output it is, as rows, perhaps in fp32; empty where there is
+    none.
 
     Nobody else may read what lies between.
     """

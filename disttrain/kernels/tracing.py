@@ -44,7 +44,7 @@ _PLAIN: Final = (bool, int, float, str, type(None), torch.dtype, torch.device, t
 
 
 def trace(module: nn.Module) -> Trace | None:
-    """Of the forward of the module's class; none where it may differ from what the forward does.
+    """Traces the forward of the module's class; None where the trace may differ from what the forward does.
 
     So where that depends on `training`, or where an argument is optional: its stand-in would be there.
     """
@@ -87,7 +87,7 @@ class _Untraceable(Exception):
 
 
 class _Watch:
-    """Of one trace. That something is untold is kept, since the forward may catch what is raised."""
+    """The record of one trace. `is_untraceable` is kept, since the forward may catch what is raised."""
 
     def __init__(self, module: nn.Module) -> None:
         self.assumed: dict[tuple[tuple[str, ...], str], Any] = {}
@@ -127,7 +127,7 @@ class _StandIn(fx.Proxy):
 
 
 class _Tracer(fx.Tracer):
-    """Its modules are called, not read."""
+    """Traces a module. Its modules are called, not read."""
 
     proxy_buffer_attributes = True
 
@@ -158,7 +158,7 @@ def _trace(module: nn.Module) -> Trace:
 
 @contextmanager
 def _watched(module: nn.Module, watch: _Watch) -> Iterator[None]:
-    """Within, `watch` hears of the attributes of the module and those within it."""
+    """Lets `watch` hear of the attributes of the module and of those within it."""
     classes = [(child, type(child)) for child in module.modules()]
     kinds = {kind: _watched_class(kind, watch) for _, kind in classes}
     try:
@@ -189,7 +189,7 @@ def _watched_class(kind: type[nn.Module], watch: _Watch) -> Any:
 
 @contextmanager
 def _refusing_own_gradients(watch: _Watch) -> Iterator[None]:
-    """Within, an autograd.Function of a stand-in is refused: operators of its forward don't tell its backward."""
+    """Refuses an autograd.Function of a stand-in within the block: operators of its forward don't show its backward."""
     original: Any = vars(torch.autograd.Function)["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ from disttrain.kernels.tracing import Trace, is_as_traced
 
 
 class Replaced(NamedTuple):
-    """In the module called `name`, `what` is now a kernel's."""
+    """A replacement: in the module called `name`, `what` is now a kernel's."""
 
     name: str
     what: str

@@ -19,7 +19,8 @@ class _GraphConstantMeta(OpaqueBaseMeta):
 
 
 class _StoodInMeta(OpaqueBaseMeta):
-    """Before torch 2.13 constants do have stand-ins, while Dynamo reads: these are what they stand for."""
+    """The type of constants for Dynamo. Before torch 2.13 constants do have stand-ins, while Dynamo reads: these are
+    what they stand for."""
 
     def __instancecheck__(self, instance: object) -> bool:
         return type.__instancecheck__(self, instance) or (

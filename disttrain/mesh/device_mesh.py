@@ -125,15 +125,15 @@ class DeviceMesh(GraphConstant):
         return math.prod(self.layout.shape) if mesh_dim is None else self.layout.shape[mesh_dim]
 
     def get_rank(self) -> int:
-        """This process's global rank."""
+        """The global rank of this process."""
         return self.world.rank
 
     def get_coordinate(self) -> tuple[int, ...] | None:
-        """This process's position along each axis; None when it is not on the mesh."""
+        """The position of this process along each axis; None when it is not on the mesh."""
         return self._coordinate
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        """This process's position along an axis, or a flattened one; the only axis may be left out."""
+        """The position of this process along an axis, or a flattened one; the only axis may be left out."""
         if self._is_flattened(mesh_dim):
             return self.get_group(mesh_dim).group_rank
         return self._position("get_local_rank")[self._one_axis("get_local_rank", mesh_dim)]
@@ -180,7 +180,8 @@ class DeviceMesh(GraphConstant):
         return made
 
     def _flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
-        """All axes as one, named `mesh_dim_name` (default: their names, joined by "_"); the root knows it by this name.
+        """Joins all axes to one, named `mesh_dim_name` (default: their names, joined by "_"); the root knows it by this
+        name.
 
         Raises: MeshError without names, and for a name that is another axis's.
         """
@@ -205,7 +206,7 @@ class DeviceMesh(GraphConstant):
         mesh_dim_names: Sequence[str],
         backend_override: Override | None = None,
     ) -> DeviceMesh:
-        """This mesh with one axis cut into several, named `mesh_dim_names`; `backend_override` as in init_device_mesh.
+        """Cuts one axis into several, named `mesh_dim_names`; `backend_override` as in init_device_mesh.
 
         Slices of meshes that were made so of one another can be joined, as fully_shard does with tensor parallelism's.
         Raises: MeshError for sizes that don't multiply to the axis's.
@@ -265,7 +266,7 @@ class DeviceMesh(GraphConstant):
         return self.get_local_rank(index)
 
     def _with_backends(self, override: Override | None) -> DeviceMesh:
-        """This mesh, which nobody has yet, with groups of their own along the axes that `override` names."""
+        """Gives this mesh, which nobody has yet, groups of their own along the axes that `override` names."""
         for name_or_axis, wanted in (override or {}).items():
             axis = self.layout.axis(name_or_axis)
             backend, options = (wanted, None) if isinstance(wanted, str) else wanted
@@ -371,7 +372,8 @@ def init_device_mesh(
     mesh_dim_names: Sequence[str] | None = None,
     backend_override: Override | None = None,
 ) -> DeviceMesh:
-    """All ranks of the job as a grid of `mesh_shape`, in row-major order; joins the job first where that was not done.
+    """Places all ranks of the job on a grid of `mesh_shape`, in row-major order; joins the job first where that was not
+    done.
 
     `backend_override` gives axes, by name or index, groups of their own over other transports: "gloo", "nccl", "fake",
     which sends nothing, or such a name and its options. Raises: MeshError when the shape is not that of all ranks.

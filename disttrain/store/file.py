@@ -167,7 +167,7 @@ class FileStore(StoreMethods):
 
     @contextmanager
     def _turn(self, op: Op, deadline_s: float) -> Iterator[None]:
-        """This thread alone uses the file and the state."""
+        """Gives this thread alone the file and the state."""
         if not self._mutex.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
             problem = "other threads have used this store for the whole timeout."
             raise StoreTimeoutError(op.name.lower(), problem, "Give each thread a clone.", where=self._where)

@@ -35,7 +35,7 @@ class PrefixStore(Store):
         return inner._underlying_non_prefix_store if isinstance(inner, PrefixStore) else inner
 
     def has_extended_api(self) -> bool:
-        """As the store."""
+        """As `has_extended_api` of the whole store."""
         return self.underlying_store.has_extended_api()
 
     def set_timeout(self, timeout: Duration) -> None:

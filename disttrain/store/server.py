@@ -195,7 +195,8 @@ def make_follower(config: ServerConfig, port: int, votes: Votes | None) -> Follo
 
 
 def _follow(follower: Follower, shell: Shell) -> None:
-    """In a thread: have the shell take over when the leader is dead, or stop when this standby is of no use."""
+    """Follows a leader, in a thread: has the shell take over when the leader is dead, or stop when this standby is of
+    no use."""
     try:
         replica = follower.run()
     except DisttrainError as error:

@@ -69,11 +69,11 @@ class PendingSave(Future[Path | None]):
                 self.staged.set_result(None)
 
     def drop(self) -> None:
-        """It was not written, and shall not be."""
+        """Marks the save as dropped: it was not written, and shall not be."""
         self.was_dropped = self.end(None) or self.was_dropped
 
     def end(self, outcome: Path | CheckpointError | None) -> bool:
-        """It has been committed, or dropped, or has failed. Returns whether that was new."""
+        """Marks the save as committed, dropped or failed. Returns whether that was new."""
         with self._mutex:
             if self.done():
                 return False

@@ -324,7 +324,7 @@ class _Described:
 
     @cached_property
     def digests(self) -> Digests:
-        """Of plain tensors that others may have, as they are when this is first asked for."""
+        """Digests of plain tensors that other ranks may have, as they are when this is first called."""
         return Digests(self.tree.taken_as_alike(self.outline) if self._has_others else {})
 
 

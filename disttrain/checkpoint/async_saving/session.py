@@ -42,7 +42,7 @@ class Turn(NamedTuple):
 
 
 class Session:
-    """This rank's part; `token` is the same on all ranks, `memory` where copies are kept."""
+    """This rank's link to the writers; `token` is the same on all ranks, `memory` is where copies are kept."""
 
     def __init__(self, party: Party | None, token: str, memory: NodeMemory | None = None) -> None:
         self.token = token
@@ -87,7 +87,7 @@ class Session:
         return None if self._link is None else self._link.pid
 
     def add(self, pending: PendingSave) -> None:
-        """From now on `pending` ends with whatever becomes of it."""
+        """Registers `pending`, which ends when its save has."""
         self._pending[pending.number] = pending
 
     def submit(self, job: Job, shared_memory: SharedMemory | None) -> None:
@@ -99,7 +99,7 @@ class Session:
             link.say([SAVE, job.to_plain()])
 
     def refuse(self, number: int, error: DisttrainError) -> None:
-        """This rank has no part to give: the save fails, on all ranks."""
+        """Tells the writers that this rank has no part to save: the save fails, on all ranks."""
         link = self._linked(number)
         if link is not None:
             link.say([FAIL, number, error.problem, error.remedy])

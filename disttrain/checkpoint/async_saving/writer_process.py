@@ -177,7 +177,7 @@ class Writer:
         remove_all(storage, dying)
 
     def _compare_values(self, groups: list[Group]) -> None:
-        """Of values that are packed differently: raises CheckpointError, on all ranks, where they are not alike."""
+        """Compares values that are packed differently; raises CheckpointError on all ranks if they differ."""
 
         def describe() -> dict[str, list[Any]]:
             return {name: value for group in groups for name, value in group.described().items()}
@@ -185,7 +185,7 @@ class Writer:
         self._assembly.agree(describe, lambda descriptions: refuse_differing("async_save", descriptions))
 
     def _compare_copies(self, number: int, groups: list[Replicas]) -> None:
-        """Of plain tensors with different digests: say which differ."""
+        """Compares plain tensors with different digests, and says which differ."""
         by_name = {name: digest for group in groups for name, digest in group.by_name().items()}
         self._say(DIFFER, number, self._assembly.agree(lambda: by_name, differing_copies))
 

@@ -44,7 +44,7 @@ def torch_save_to_dcp(torch_save_path: PathLike, dcp_checkpoint_dir: PathLike) -
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    """With the values themselves in place of PerRank."""
+    """Puts the values themselves in place of PerRank."""
     return {
         key: _plain(value) if isinstance(value, dict) else value.value if isinstance(value, PerRank) else value
         for key, value in state.items()

@@ -20,7 +20,7 @@ def save_state_dict(
     no_dist: bool = False,
     planner: Any = None,
 ) -> None:
-    """As `save` in torch's form; `coordinator_rank` changes nothing."""
+    """Saves as `save` in torch's form; `coordinator_rank` changes nothing."""
     save(state_dict, storage_writer=storage_writer, process_group=process_group, no_dist=no_dist, planner=planner)
 
 
@@ -32,5 +32,5 @@ def load_state_dict(
     no_dist: bool = False,
     planner: Any = None,
 ) -> None:
-    """As `load` in torch's form; `coordinator_rank` changes nothing."""
+    """Loads as `load` in torch's form; `coordinator_rank` changes nothing."""
     load(state_dict, storage_reader=storage_reader, process_group=process_group, no_dist=no_dist, planner=planner)

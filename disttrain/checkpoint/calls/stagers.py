@@ -38,7 +38,7 @@ class DefaultStager:
         self.config = config or StagingOptions()
 
     def close(self) -> None:
-        """Nothing is kept in here."""
+        """Does nothing: the stager keeps nothing."""
 
 
 @dataclass

@@ -183,7 +183,7 @@ _READERS = f"Give a FileSystemReader, FsspecReader or HuggingFaceStorageReader o
 
 
 def _path_of_torchs(endpoint: object, names: tuple[str, ...]) -> PathLike | None:
-    """Of one of torch's own classes by these names (no subclass): where it points."""
+    """The path of one of torch's own objects of these classes (no subclass); None for others."""
     kind = type(endpoint)
     if kind.__module__.startswith("torch.distributed.checkpoint.") and kind.__name__ in names:
         path: PathLike = vars(endpoint)["path"]

@@ -41,7 +41,7 @@ class Extent(NamedTuple):
     num_bytes: int
 
     def of(self, file: memoryview) -> Iterator[memoryview]:
-        """Its bytes, of those of the file, as `slices`."""
+        """The bytes of this extent in the file, as `slices`."""
         return slices(file[self.offset : self.offset + self.num_bytes])
 
 
@@ -131,7 +131,7 @@ class Written:
     values: list[tuple[str, Chunk]] = field(default_factory=list)
 
     def to_plain(self) -> list[Any]:
-        """For rank 0, which knows the file's name from the rank."""
+        """Plain values for rank 0, which knows the file's name from the rank."""
         file = None if self.file is None else [self.file.num_bytes, self.file.header_bytes, self.file.header_checksums]
         return [file, *([_row(name, chunk) for name, chunk in kind] for kind in (self.parts, self.values))]
 

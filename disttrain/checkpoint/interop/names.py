@@ -31,7 +31,7 @@ class OwnNames:
 
 
 def dotted_names(names: Iterable[str]) -> dict[str, str]:
-    """Each name by its dotted form. Raises CheckpointError where two have the same."""
+    """Maps dotted names to our names. Raises CheckpointError where two have the same."""
     by_dotted: dict[str, str] = {}
     for name in names:
         other = by_dotted.setdefault(dotted(name), name)
@@ -43,7 +43,7 @@ def dotted_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def torch_optimizer_names(name: str) -> str:
-    """For `rename=`: what torch's `get_optimizer_state_dict` saved as "optimizer" or "optim", by our names.
+    """Maps a name that torch's `get_optimizer_state_dict` saved as "optimizer" or "optim" to ours; for `rename=`.
 
     Options of groups, which torch has by group and we by parameter, stay without a place: allow "missing" and
     "unexpected".

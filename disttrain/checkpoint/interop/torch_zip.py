@@ -59,7 +59,7 @@ class StoredTensor:
 
     @property
     def span_bytes(self) -> int:
-        """From the first element to the last; 0 where there is none."""
+        """The bytes from the first element to the last; 0 where there is none."""
         if 0 in self.shape:
             return 0
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))

@@ -32,7 +32,7 @@ class Piece:
 
     @property
     def offset(self) -> int:
-        """Its first byte in the file."""
+        """The offset of its first byte in the file."""
         return self.chunk.offset + self.start
 
 

@@ -165,7 +165,7 @@ def _kind(leaf: Any) -> str:
 
 
 def judge(where: str, rules: Rules, rows: list[list[Any]]) -> list[Any]:
-    """On rank 0: the report, as plain values; or one error for what any rank found and may not be.
+    """Makes the report on rank 0, as plain values, or raises one error for all differences that are not allowed.
 
     What one rank does not expect, another may.
     """

@@ -1,4 +1,4 @@
-"""From bytes that were read to the tensors that want them: any part of any block, to any place."""
+"""Copies bytes that were read into tensors: any part of any block, to any position."""
 
 from __future__ import annotations
 

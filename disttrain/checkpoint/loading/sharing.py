@@ -68,7 +68,7 @@ def plan_shared(
 
 
 def _wanted(wants: Sequence[Wants]) -> Iterator[tuple[str, TensorSpec, tuple[int, ...]]]:
-    """Each tensor as some ranks want it, and those ranks."""
+    """Yields each tensor by name, with its spec and the ranks that want it so."""
     if all(wanted is wants[0] for wanted in wants):
         every = tuple(range(len(wants)))
         for name, spec in wants[0].items():

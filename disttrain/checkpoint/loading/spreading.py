@@ -32,7 +32,7 @@ _GOOD, _FAILED = 0, 1
 
 
 class Spreading:
-    """This rank's part in filling the targets with what is shared: its groups and memory, which may fail to be had.
+    """Fills this rank's targets with what ranks read for each other: its groups and memory, whose creation may fail.
 
     So it is made before anybody depends on it; all ranks go by one plan.
     """
@@ -74,7 +74,7 @@ class _Message:
 
 
 class _Exchange:
-    """This rank's part, in the order of the plan: what it reads is read ahead, what it has got is scattered.
+    """Reads and receives in the order of the plan: fetches are read ahead, and received bytes are scattered.
 
     Once anything has failed here, its messages say so, and the exchange goes on, since others take part in it.
     """

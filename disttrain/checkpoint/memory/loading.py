@@ -61,7 +61,7 @@ class ReplicatedSave:
         return bool(damaged) and remaining is not None
 
     def go_on_from(self) -> None:
-        """It was loaded."""
+        """Notes that this save was loaded."""
         if self._replicas.rank == self._replicas.speaker:
             with suppress(OSError):  # other nodes may keep it
                 self._replicas.memory.go_on_from(self._save.name)

@@ -39,7 +39,7 @@ class PeerMemory:
     ranks_per_node: int | None = None
 
     def of(self, directory: Path) -> NodeMemory:
-        """This node's part for the saves of `directory`. Raises CheckpointError when there is no folder."""
+        """The folder of this node for the saves of `directory`. Raises CheckpointError when there is no folder."""
         folder = self.folder or MEMORY_DIR.read()
         if folder is None:
             raise CheckpointError(
@@ -74,7 +74,7 @@ class NodeMemory:
         return self.ranks_per_node or world_size
 
     def make_room(self) -> int:
-        """Before a save comes: only the newest one that became whole stays. Returns: the last `order` there was."""
+        """Removes all saves but the newest complete one, before a new save. Returns: the last `order` there was."""
         saves = self._saves()
         whole = [save.order for save in saves if (self.root / save.folder / _KEPT).exists()]
         for save in saves:
@@ -107,7 +107,8 @@ class NodeMemory:
             (self.root / save / _KEPT).touch(mode=0o600)
 
     def go_on_from(self, save: ReplicaName) -> None:
-        """It was loaded: it stays until there is a newer one, though its writers may not have lived to know it whole.
+        """Keeps the save that was loaded until there is a newer one, though its writers may have died before they knew
+        it complete.
 
         What is newer than it was of no use.
         """

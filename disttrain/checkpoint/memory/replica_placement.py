@@ -62,7 +62,7 @@ class ReplicaName(NamedTuple):
 
     @classmethod
     def of(cls, folder: str) -> ReplicaName | None:
-        """None for what is no save's."""
+        """Parses a folder's name; None for the name of something else."""
         match = _FOLDER.fullmatch(folder)
         return None if match is None else cls(int(match[1]), int(match[2]), match[3])
 

@@ -62,7 +62,8 @@ class Copies:
         return [is_kept, self._trouble or problem, written.to_plain()]
 
     def finish(self, target: Target, contents: Contents, rows: Sequence[list[Any]]) -> tuple[bool, str]:
-        """On rank 0, from what each has kept. Returns: whether the save is whole in memory; what has gone wrong."""
+        """Decides on rank 0, from what each rank has kept. Returns: whether the save is whole in memory; what has gone
+        wrong."""
         problems = [f"on rank {rank}: {problem}" for rank, (_, problem, _) in enumerate(rows) if problem]
         is_whole = all(is_kept for is_kept, _, _ in rows)
         if is_whole:
@@ -73,7 +74,7 @@ class Copies:
         return is_whole, problems[0] if problems else ""
 
     def keep(self, target: Target) -> None:
-        """It has become whole: it stays until there is a newer one. What fails here is found at a load."""
+        """Keeps the save, which is complete, until there is a newer one. What fails here is found at a load."""
         _attempt(lambda: self._memory.keep(self._name(target)))
 
     def _keep_twice(self, target: Target, file: str, data: memoryview, beside: Callable[[], None]) -> tuple[bool, str]:
@@ -105,7 +106,8 @@ class Copies:
 
 
 def arranged(ready: Sequence[list[int]]) -> list[Any]:
-    """From what each rank is ready with: the save's place in the order of all, the nodes. Raises CheckpointError."""
+    """Orders the save after all earlier ones, and lists the nodes, from what each rank has prepared. Raises
+    CheckpointError."""
     sizes, lasts = zip(*ready, strict=True)
     return [1 + max(lasts), [[node.start, node.stop] for node in nodes_of(sizes)]]
 

@@ -37,12 +37,13 @@ class Group(NamedTuple):
         return xxhash.xxh3_128_digest(self.packed)
 
     def described(self) -> dict[str, list[Any]]:
-        """By name, see `described`."""
+        """Descriptions of the group's values by name, see `described`."""
         return {name: described(value) for name, value in zip(self.names, _unpacked(self.packed), strict=True)}
 
 
 def shared_names(values_of_ranks: Sequence[Sequence[str]]) -> list[list[tuple[int, list[str]]]]:
-    """For each rank, of the values that others have as well: (group, names). Pure; a group is of the same ranks."""
+    """Lists, for each rank, the values that other ranks have as well: (group, names). Pure; a group is of the same
+    ranks."""
     holders: dict[str, list[int]] = {}
     for rank, names in enumerate(values_of_ranks):
         for name in names:

@@ -70,7 +70,7 @@ class Assembly:
         self._ends_s = math.inf
 
     def hurry(self, timeout_s: float) -> None:
-        """From now on wait this long at most, in all meetings together. Any thread may call it."""
+        """Limits the wait from now on, in all rounds together. Any thread may call it."""
         self._ends_s = time.monotonic() + timeout_s
 
     def find_gone(self, awaited: list[int]) -> str:

@@ -64,14 +64,14 @@ class Target:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """All ranks must save to one place."""
+    """Raises unless all ranks save to one path."""
     if len(set(names)) > 1:
         raise CheckpointError("save", f"ranks save to {sorted(set(names))}.", "Save one step at a time.")
 
 
 @contextmanager
 def temporary_folder(storage: Storage, target: Target) -> Iterator[None]:
-    """On rank 0: make the temporary folder, to be removed at the end unless it has been moved."""
+    """Creates the temporary folder on rank 0, to be removed at the end unless it has been moved."""
     check_target(storage, target)
     remove_leftovers(storage, target.path.parent, lambda name: _is_ours(target, name))
     check_room(storage, target.path, overwrites=target.overwrites)
@@ -102,7 +102,7 @@ def _remove_if_there(storage: Storage, folder: Path) -> None:
 
 
 def commit(storage: Storage, target: Target, contents: Contents, rows: Sequence[list[Any]]) -> None:
-    """On rank 0, from what each rank has written: make the save valid, durably."""
+    """Makes the save valid, durably; on rank 0, from what each rank has written."""
     written = [Written.from_plain(row, file_name(rank)) for rank, row in enumerate(rows)]
     manifest = make_manifest(target.save_id, contents, written)
     if target.is_marked:

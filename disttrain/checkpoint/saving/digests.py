@@ -41,7 +41,7 @@ class Digests:
                 self._pending.append(([*sums], on_host, done))
 
     def read(self) -> dict[str, bytes]:
-        """By name. Waits for the devices."""
+        """The digests by name. Waits for the devices."""
         for names, on_host, done in self._pending:
             done.synchronize()
             for name, number in zip(names, on_host.tolist(), strict=True):

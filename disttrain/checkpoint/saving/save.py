@@ -113,7 +113,7 @@ def digest_of_values(tree: Tree, names: Sequence[str]) -> bytes:
 
 
 def packed_values(tree: Tree, names: Sequence[str]) -> dict[str, bytes]:
-    """Each of these values. Raises CheckpointError for one that cannot be saved."""
+    """The values by these names, packed. Raises CheckpointError for one that cannot be saved."""
     return {name: _packed(tree, name, value) for name, value in tree.compared(names).items()}
 
 
@@ -136,14 +136,14 @@ def _packed(tree: Tree, name: str, value: Any) -> bytes:
 
 
 def findings(tree: Tree) -> list[Any]:
-    """Of a state without tensors: values that nobody may have meant to save alone, if it is not empty; else nothing."""
+    """Names of values that nobody may have meant to save alone, of a state without tensors; else nothing."""
     if any(holds((torch.Tensor, np.ndarray), leaf) for leaf in tree.leaves.values() if not isinstance(leaf, PerRank)):
         return [True, []]
     return [bool(tree.leaves) and not tree.bare, tree.bare[:8]]
 
 
 def warn_of_no_tensor(findings_of_all: Sequence[Sequence[Any]]) -> None:
-    """On rank 0: a save without weights that should have some is missed when it is too late."""
+    """Warns on rank 0 of a save without tensors: weights that should be in it would be missed when it is too late."""
     if any(is_meant for is_meant, _ in findings_of_all):
         return
     names = ", ".join(map(repr, dict.fromkeys(name for _, names in findings_of_all for name in names)))
@@ -157,7 +157,7 @@ def warn_of_no_tensor(findings_of_all: Sequence[Sequence[Any]]) -> None:
 
 
 def look_at(consensus: Consensus, rows: Sequence[Sequence[Any]]) -> list[str]:
-    """On rank 0, from what each rank has found of its values and of its plain tensors. Returns which of the latter
+    """Compares, on rank 0, what each rank has found of its values and of its plain tensors. Returns which of the latter
     differ; raises CheckpointError where ranks have different values by one name."""
     refuse_differing(consensus.operation, [described for described, _ in rows])
     differing = differing_copies([copies for _, copies in rows])
@@ -181,7 +181,7 @@ def all_outlines(
 
 
 def _shared(plains: list[list[Any]]) -> tuple[list[Any], list[int]]:
-    """Each different outline once, and which of them each rank has."""
+    """The different outlines, each once, and the index of each rank's outline."""
     unique: list[Any] = []
     index_of: dict[bytes, int] = {}
     of_rank = []

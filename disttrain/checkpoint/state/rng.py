@@ -17,7 +17,8 @@ from disttrain.process_group.calls.packing import pack
 
 
 def rng_state() -> dict[str, Any]:
-    """This rank's generators: {"generators": PerRank(...)}. "cuda" is there once this process has used a GPU."""
+    """The state of this rank's generators: {"generators": PerRank(...)}. "cuda" is there once this process has used a
+    GPU."""
     generators: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=True),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass
 class StateDictOptions:
-    """As torch's class of that name.
+    """Options of the functions for state dicts, as torch's class of that name.
 
     full_state_dict               whole tensors instead of DTensors, on every rank
     cpu_offload                   tensors on the CPU; with full_state_dict rank 0 alone gets them, the others `{}`

@@ -160,7 +160,7 @@ class LocalStorage:
 
 
 def read_small(storage: Readable, path: Path) -> bytes:
-    """All of a file. Errors are OSError."""
+    """Reads all of a small file. Errors are OSError."""
     with storage.open_file(path) as file:
         data = bytearray(file.num_bytes)
         num_read = file.read_at(0, memoryview(data))

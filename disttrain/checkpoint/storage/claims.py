@@ -99,7 +99,7 @@ class Claim:
         return bool(self._storage.is_held(later))
 
     def outlive(self) -> None:
-        """From now on the claim stays when this process ends, for a writer that goes on; the next job removes it."""
+        """Lets the claim stay when this process ends, for a writer that goes on; the next job removes it."""
         if self._end is not None:
             self._end.detach()
             self._end = None

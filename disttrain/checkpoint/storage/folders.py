@@ -37,7 +37,8 @@ def remove_leftovers(storage: Storage, parent: Path, is_ours: Callable[[str], bo
 
 
 def settle_replaced(storage: Storage, parent: Path, is_ours: Callable[[str], bool]) -> None:
-    """Of saves that died while they took another's place: put the other back, or remove it where that is done."""
+    """Settles saves that died while they replaced another: puts the other back, or removes it if the new one is
+    complete."""
     for match in [REPLACED.fullmatch(name) for name in storage.names(parent)]:
         if match is None or not is_ours(match[1]):
             continue

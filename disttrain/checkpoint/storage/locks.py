@@ -19,7 +19,7 @@ UNNAMED = ".new"
 
 
 class _OpenFiles:
-    """This process's open files of locks."""
+    """The open lock files of this process."""
 
     def __init__(self) -> None:
         # A finalizer or the handler of a signal may close a lock while its thread is in here.

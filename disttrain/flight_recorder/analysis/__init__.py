@@ -1,1 +1,1 @@
-"""From the dumps of all ranks to verdicts."""
+"""Makes verdicts of the dumps of all ranks."""

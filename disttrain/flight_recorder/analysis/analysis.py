@@ -1,4 +1,4 @@
-"""From a folder of dumps to an analysis: which files can be used, which job they are of, what the verdicts are.
+"""Analyses a folder of dumps: which files can be used, which job they are of, what the verdicts are.
 
 Torch-free.
 """

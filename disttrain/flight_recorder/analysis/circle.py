@@ -12,7 +12,7 @@ from disttrain.flight_recorder.record.record import RECEIVE, SEND, ranks_text
 
 
 def find_circle(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
-    """At most one verdict."""
+    """Finds ranks that wait for each other in a circle; at most one verdict."""
     circle = circle_of(waits)
     if not circle:
         return []

@@ -1,4 +1,4 @@
-"""From aligned dumps to verdicts, the most probable cause first. Pure and torch-free.
+"""Judges aligned dumps: lists verdicts, the most probable cause first. Pure and torch-free.
 
 What is certain comes before what is likely: calls that contradict each other, ranks that wait in a circle, ranks that
 others wait for, and only then what may be missing from the dumps.
@@ -34,7 +34,7 @@ _CONNECTING_S: Final = 5.0
 
 
 def judge(matched: Match) -> list[Verdict]:
-    """At least one verdict; `nothing_wrong` and `not_enough_data` stand alone."""
+    """Lists verdicts, at least one; `nothing_wrong` and `not_enough_data` stand alone."""
     if not matched.dumps:
         return [Verdict(Kind.NOT_ENOUGH_DATA, (), "There is no dump that can be used.")]
     waits = find_waits(matched, {*lifeless(matched), *raised(matched)})

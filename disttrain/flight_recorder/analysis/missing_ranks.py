@@ -67,7 +67,8 @@ def lifeless(matched: Match) -> list[int]:
 
 
 def cause_of_absence(matched: Match, rank: int, *, was_broken: bool) -> tuple[Cause, str]:
-    """Of `rank`, with half a sentence: `it is in Python at train.py:33 in load`; `was_broken` when connections were."""
+    """The cause why `rank` is missing, with half a sentence: `it is in Python at train.py:33 in load`; `was_broken`
+    when connections were."""
     dump = matched.dumps.get(rank)
     if dump is None:
         if was_broken:

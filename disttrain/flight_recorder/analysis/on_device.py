@@ -25,8 +25,8 @@ DeviceWait = tuple[int, Record, tuple[int, ...]]
 
 
 def find_device_waits(matched: Match) -> list[DeviceWait]:
-    """Of ranks whose device is busy while the host stands still, and of those whose host went on without one that has
-    ended."""
+    """Finds waits of ranks whose device is busy while the host stands still, and of those whose host went on without
+    one that has ended."""
     busy = {rank for rank, dump in matched.dumps.items() if dump.device_is_busy}
     ended = {rank for rank, dump in matched.dumps.items() if dump.reason in END_REASONS}
     if not busy and not any(ended.intersection(collective.absent) for collective in _last_collectives(matched)):
@@ -52,7 +52,7 @@ def _last_collectives(matched: Match) -> Iterable[Collective]:
 
 
 def members_of(matched: Match, rank: int, record: Record) -> set[int]:
-    """Those with a dump among the ranks that `record` is of."""
+    """The ranks with a dump among those that `record` is of."""
     peers = (rank, record.site.peer_rank) if record.site.is_message else record.site.ranks
     return matched.dumps.keys() & set(peers)
 

@@ -26,7 +26,8 @@ _DEVICE_OF: Final = attrgetter("device")
 
 
 def find_straggler(matched: Match) -> list[Verdict]:
-    """At most one verdict: the rank that works a fifth of the time longer than any other, and a second at least."""
+    """Finds the rank that works a fifth of the time longer than any other, and a second at least; at most one
+    verdict."""
     records = {rank: dump.records for rank, dump in matched.dumps.items()}
     if not 1 < matched.world_size == len(records) or min(map(len, records.values())) < _MIN_RECORDS:
         return []

@@ -13,7 +13,7 @@ from disttrain.flight_recorder.record.record import Record, State, ranks_text
 
 
 def find_all_entered(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
-    """At most one verdict."""
+    """Finds an operation that all its ranks have entered, and that does not end; at most one verdict."""
     # What others have not come to yet is no operation that all have entered.
     together = [wait for wait in waits if not wait.for_ranks]
     if not together:
@@ -43,7 +43,7 @@ def find_all_entered(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
 
 
 def never_started(matched: Match, queued: Mapping[int, Record], evidence: Sequence[str]) -> Verdict:
-    """Of one operation's records, by rank, to which the devices of these ranks have not come."""
+    """The verdict for an operation that the devices of these ranks have not reached; `queued`: its records by rank."""
     record = next(iter(queued.values()))
     summary = f"{call_text(record)} has not begun on the device of {ranks_text(queued)}: what was queued before does "
     summary += f"not end. It was called at {location(matched.dumps[min(queued)], record.site.stack)}"
@@ -70,7 +70,7 @@ def records_in(matched: Match, wait: Wait) -> dict[int, Record]:
 
 
 def _late(matched: Match, records: Mapping[int, Record]) -> list[int]:
-    """Those who came when others had waited long, where some have given up."""
+    """The ranks that came when others had waited long, where some have given up."""
     times_s = {rank: waited_s(matched.dumps[rank], record) for rank, record in records.items()}
     longest_s = max(times_s.values())
     if longest_s < MIN_WAIT_S or not any(record.state is State.FAILED for record in records.values()):

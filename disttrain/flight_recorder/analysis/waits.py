@@ -41,7 +41,8 @@ class Wait:
 
 
 def find_waits(matched: Match, gone: AbstractSet[int] = frozenset()) -> list[Wait]:
-    """All operations in which some rank waits, or waited until they failed. Ranks that are `gone` wait no more."""
+    """Finds all operations in which some rank waits, or waited until they failed. Ranks that are `gone` wait no
+    more."""
     waits = [
         Wait(rank, record, _missing(matched, rank, record, gone))
         for rank, dump in matched.dumps.items()

@@ -60,7 +60,7 @@ def waited_text(dump: Dump, record: Record) -> str:
 
 
 def waited_s(dump: Dump, record: Record) -> float:
-    """By the rank's own clock: its device's wait, where that is known, else its host's."""
+    """The wait by the rank's own clock: its device's, where that is known, else its host's."""
     began_s, ended_s = record.times_s
     return max(0.0, (dump.dumped_s if ended_s is None else ended_s) - began_s)
 

@@ -71,7 +71,7 @@ class Dump:
 
     @property
     def main_stack(self) -> Stack:
-        """Of the main thread; empty when it is not in the dump."""
+        """The stack of the main thread; empty when it is not in the dump."""
         return next((thread.stack for thread in self.threads if thread.is_main), ())
 
     @property
@@ -98,7 +98,7 @@ def encode(dump: Dump) -> bytes:
 
 
 def packed(item: Any) -> bytes:
-    """As msgpack."""
+    """Packs a dump as msgpack."""
     # File names may hold bytes that are not UTF-8; Python has them as surrogates.
     return bytes(msgpack.packb(item, unicode_errors="surrogatepass"))
 

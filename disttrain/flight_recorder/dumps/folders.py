@@ -15,7 +15,7 @@ NUM_KEPT_JOBS: Final = 5
 
 
 def private_folder() -> Path:
-    """This user's own on this machine; it need not be there."""
+    """The folder of this user alone on this machine; it need not exist."""
     return Path(tempfile.gettempdir(), f"disttrain-flight-{os.getuid()}")
 
 

@@ -72,7 +72,7 @@ def _is_silent(owner: Owner, silent_s: float) -> bool:
 
 
 def _copy(source: Path, target: Path, more: bytes = b"") -> None:
-    """Nothing where `source` has just gone."""
+    """Copies a ring; does nothing if `source` has just gone."""
     try:
         data = source.read_bytes()
     except FileNotFoundError:

@@ -106,7 +106,7 @@ def decode(data: bytes, shared: Shared | None = None) -> Dump:
 
 
 def _decode_whole(items: list[Any], shared: Shared) -> Dump:
-    """All at once, which takes half the time. Still anybody may have written it."""
+    """Decodes a dump in one call, which takes half the time. Still anybody may have written it."""
     reader = _Reader(shared)
     for item in items:
         if type(item) is list and item and item[0] == "record":
@@ -189,7 +189,7 @@ class _Reader:
         return list(map(_NEW_RECORD, zip(*columns[1:], strict=False)))
 
     def _records_singly(self) -> list[Record]:
-        """Those of other versions too; what cannot be is left out."""
+        """Decodes records one by one, those of other versions too; invalid ones are left out."""
         records: list[Record] = []
         for item in self.raw_records[::-1]:
             try:
@@ -332,7 +332,7 @@ def more_of_site(more: Sequence[Any]) -> tuple[str, Splits]:
 
 
 def _all_device_times(values: Sequence[list[Any] | None]) -> list[DeviceTimes | None]:
-    """As `_device_times` of each, and quicker. Raises ValueError, TypeError."""
+    """Decodes device times as `_device_times` does, but faster. Raises ValueError, TypeError."""
     columns = list(zip(*filter(None, values), strict=True))
     if len(columns) != _NUM_DEVICE_TIMES or not all(_TIMES_ONLY.issuperset(map(type, column)) for column in columns):
         raise ValueError("not the times of a device")

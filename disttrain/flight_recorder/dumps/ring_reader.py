@@ -112,7 +112,7 @@ class Owner(NamedTuple):
 
 
 def ring_owner(file: Path) -> Owner | None:
-    """None when it cannot be read."""
+    """The process of a ring; None when it cannot be read."""
     try:
         with file.open("rb") as stream:
             head = stream.read(layout.COUNTERS_AT)

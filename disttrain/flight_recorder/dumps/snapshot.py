@@ -40,7 +40,8 @@ def take_snapshot(
 
 
 def _progress(world: World, dump: Dump) -> tuple[GroupProgress, ...]:
-    """Of all groups of the world, those too that have had no call yet or wait for their first to connect."""
+    """Progress of all groups of the world, also of those that have had no call yet or wait for their first to
+    connect."""
     on_record = {group.group_name: group for group in dump.groups}
     for group in world.groups:
         progress = on_record.get(group.group_name) or GroupProgress(group.group_name, group.ranks, 0, group.axis_name)

@@ -59,7 +59,7 @@ class TorchDump:
     written_s: float
 
     def members(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Of each group by torch's name: its description and its ranks."""
+        """The description and the ranks of each group, by torch's name."""
         result = {}
         for name, config in self.content.get("pg_config", {}).items():
             ranks = config["ranks"]
@@ -69,7 +69,7 @@ class TorchDump:
 
 
 def may_be_torch_dump(file: Path) -> bool:
-    """By its name, which has the rank; and by its first byte."""
+    """True if the file's name, which has the rank, and its first byte are those of a dump of torch's."""
     if not _RANK.search(file.name) or file.name.startswith("."):
         return False
     try:

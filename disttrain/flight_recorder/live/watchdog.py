@@ -62,7 +62,7 @@ class Waiting:
         return 0.0 if self._was_told else now_s - self.since_s
 
     def told(self) -> None:
-        """This wait is known."""
+        """Notes that the others know of this wait."""
         self._was_told = True
 
 

@@ -61,7 +61,8 @@ class Site:
 
 
 class Descriptions:
-    """Those in `ring`. `sites` are the call sites by what is asked for and the offsets of their callers.
+    """Describes groups, channels, stacks and call sites in `ring`. `sites` are the call sites by what is asked for and
+    the offsets of their callers.
 
     Several stacks may have the offsets alike, and then differ in their code.
     """
@@ -200,7 +201,7 @@ class Descriptions:
         self._symbols = Symbols()
 
     def _forget_groups(self, named: AbstractSet[str]) -> None:
-        """But for those that are `named`: the others have been destroyed, and no record is of them."""
+        """Forgets all groups but those that are `named`: the others have been destroyed, and no record is of them."""
         gone = [entry for name, entry in self._groups.items() if name not in named]
         gone += [entry for (name, *_), (_, entry) in self._channels.items() if name not in named]
         self._groups = {name: entry for name, entry in self._groups.items() if name in named}

@@ -62,11 +62,11 @@ class Device(Protocol):
         ...
 
     def has_passed(self, event: Any) -> bool:
-        """As `event.query`."""
+        """True if the device has come to the event, as `event.query`."""
         ...
 
     def elapsed_ms(self, begin: Any, end: Any) -> float:
-        """As `begin.elapsed_time`."""
+        """The time between two events, as `begin.elapsed_time`."""
         ...
 
 
@@ -139,8 +139,8 @@ class DeviceMarks:
             self._left.mark(number)
 
     def read(self) -> dict[int, MarkedNs]:
-        """Of each record that was marked: when the device came to it, had left it, and began to wait for it, by the
-        monotonic clock, or None.
+        """The times of each record that was marked: when the device came to it, had left it, and began to wait for it,
+        by the monotonic clock, or None.
 
         Never waits for what the device is at. Empty where it has failed.
         """

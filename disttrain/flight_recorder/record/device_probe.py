@@ -66,7 +66,8 @@ def has_passed(event: torch.Event) -> bool:
 
 
 def elapsed_ms(begin: torch.Event, end: torch.Event) -> float:
-    """Between two events that have been passed. Raises: RuntimeError, as when they are of different devices."""
+    """The time between two events that have been passed. Raises: RuntimeError, as when they are of different
+    devices."""
     taken_ms = ctypes.c_float()
     events = ctypes.c_void_p(begin.event_id), ctypes.c_void_p(end.event_id)
     if _call("cudaEventElapsedTime", ctypes.byref(taken_ms), *events) == _NOT_READY:

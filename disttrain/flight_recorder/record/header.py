@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def ring_header(world: World, job: str) -> dict[str, Any]:
-    """Of this process, a rank of `world`; docs/flight_dump_format.md lists the fields."""
+    """The header of this process, a rank of `world`; docs/flight_dump_format.md lists the fields."""
     return {
         "version": DUMP_VERSION,
         "rank": world.rank,

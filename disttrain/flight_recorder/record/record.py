@@ -151,7 +151,7 @@ class Record(NamedTuple):
 
     @property
     def wait_s(self) -> tuple[float, float | None]:
-        """From when until when the rank waited for it, by the same clock."""
+        """The begin and the end of the rank's wait for it, by the same clock."""
         began_s, ended_s = self.times_s
         waits_s = self.waits_s if self.device is None or self.device.came_s is None else self.device.waits_s
         return began_s if waits_s is None else max(began_s, waits_s), ended_s

@@ -43,7 +43,8 @@ IO_CALLS: Final = frozenset([*_ON_DESCRIPTOR, *_NAMES[:-3], "disk"])
 
 
 def activities() -> dict[int, str]:
-    """Of each Python thread but this one, by identity: `running`, or the call it sleeps in, such as `read of pipe:[7]`.
+    """The activity of each Python thread but this one, by identity: `running`, or the call it sleeps in, such as `read
+    of pipe:[7]`.
 
     Takes a twentieth of a second, for which the others may run.
     """

@@ -111,7 +111,7 @@ def _spots(num_boxes: int, edges: Sequence[tuple[int, int]]) -> list[tuple[float
 
 
 def _edge(box: Box, start: tuple[float, float], end: tuple[float, float]) -> str:
-    """From the side of a box that faces the other, with for how long it has waited beside its beginning."""
+    """An arrow from the side of a box that faces the other, with the time of the wait at its beginning."""
     (x1, y1), (x2, y2) = start, end
     if abs(x2 - x1) >= _WIDTH:
         turn = 1 if x2 > x1 else -1

@@ -1,4 +1,4 @@
-"""All ranks' calls in Chrome's trace format, for Perfetto (ui.perfetto.dev) and chrome://tracing.
+"""Writes all ranks' calls in Chrome's trace format, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 Each rank is a process, each of its groups a track, with more tracks where calls of a group overlap; an arrow goes from
 each send to its receive. Clocks are aligned as far as the ranks know how theirs differ. Torch-free.
@@ -102,7 +102,7 @@ class _SiteTexts:
     texts: dict[int, tuple[str, str]] = field(default_factory=dict)
 
     def of(self, site: CallSite) -> tuple[str, str]:
-        """Its tensors and its line."""
+        """The tensors and the line of a call site."""
         # By identity: the dump holds it, and a hash goes through all that it holds.
         texts = self.texts.get(id(site))
         if texts is None:

@@ -52,7 +52,7 @@ class Choice(NamedTuple):
 
 
 class _Choices:
-    """Those of this process."""
+    """The choices of this process."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -137,7 +137,7 @@ def measure(
 
 
 def _seconds(name: str, leaves: list[torch.Tensor], rule: Rule | None, scale: float | None) -> float:
-    """Of one step."""
+    """The time of one step."""
     needs_grad = leaves[0].requires_grad
     begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begun.record()

@@ -26,7 +26,7 @@ def attention_of_dtensors(
     scale: float | None,
     by: str | None,
 ) -> DTensor:
-    """As `attention`. Collective only where they don't lie alike."""
+    """Computes `attention` of DTensors. Collective only where they don't lie alike."""
     if not (isinstance(query, DTensor) and isinstance(key, DTensor) and isinstance(value, DTensor)):
         kinds = ", ".join(type(tensor).__name__ for tensor in (query, key, value))
         raise LayoutError(
@@ -81,7 +81,7 @@ def _placement(*placements: Placement) -> Placement:
 
 
 def _part(size: int, dim: int, mesh: DeviceMesh, placements: Sequence[Placement]) -> slice:
-    """This rank's part of a dim of `size`."""
+    """The part of this rank of a dim of `size`."""
     coordinate, first = mesh.get_coordinate(), 0
     assert coordinate is not None, "a DTensor's ranks lie on its mesh"
     for axis, placement in enumerate(placements):

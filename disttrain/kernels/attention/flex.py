@@ -51,7 +51,7 @@ class Prepared(NamedTuple):
 def flex(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule | None, scale: float | None
 ) -> torch.Tensor:
-    """Within a graph it becomes part of that; else a graph of its own."""
+    """Attention by FlexAttention. Within a graph it becomes part of that; else a graph of its own."""
     options: dict[str, Any] = {"scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
     if torch.compiler.is_compiling():
         prepared = prepare(rule, query, key.shape[2])
@@ -94,7 +94,7 @@ def prepare(rule: Rule | None, query: torch.Tensor, num_keys: int) -> Prepared:
 def _blocks(
     like: torch.Tensor, kinds: list[str], sizes: list[int], tensors: list[torch.Tensor], num_queries: int, num_keys: int
 ) -> list[torch.Tensor]:
-    """As BlockMask wants them: of those seen in part and those seen whole, by queries, then by keys."""
+    """The tables of BlockMask: of blocks seen in part and of blocks seen whole, by queries, then by keys."""
     values = iter(tensors)
     masks: list[Mask] = []
     for kind, size in zip(kinds, sizes, strict=True):

@@ -82,7 +82,7 @@ def _as_autocast(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def call_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Rule | None) -> Call:
-    """Its sizes, for the plan."""
+    """The sizes of a call, for the plan."""
     needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     return Call(
         query.dtype,

@@ -47,7 +47,7 @@ class Rule:
         return Rules((*parts_of(self), *parts_of(other)))
 
     def local(self, batch: slice, heads: slice) -> Rule:
-        """As it is for these sequences and heads alone; itself where it is the same, as what is kept goes by it."""
+        """The rule for these sequences and heads alone; itself where it is the same, since caches go by identity."""
         return self
 
 
@@ -68,12 +68,12 @@ class ScoreChange(Rule, ABC):
 
     @abstractmethod
     def changed(self, score: torch.Tensor, indices: ScoreIndices) -> torch.Tensor:
-        """Of the score's dtype."""
+        """The changed score, in the score's dtype."""
 
 
 @dataclass(frozen=True)
 class Rules(Rule):
-    """All of `parts`."""
+    """The conjunction of all `parts`."""
 
     parts: tuple[Rule, ...]
 

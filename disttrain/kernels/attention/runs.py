@@ -29,7 +29,7 @@ _ALIGNMENT: Final = 8
 def dense(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule | None, scale: float | None
 ) -> torch.Tensor:
-    """By products and a softmax, in fp32 or wider. It judges the others."""
+    """Attention by products and a softmax, in fp32 or wider. It judges the others."""
     num_heads, num_kv_heads = query.shape[1], key.shape[1]
     wide = wide_dtype(query.dtype)
     grouped = query.to(wide).unflatten(1, (num_kv_heads, num_heads // max(1, num_kv_heads)))
@@ -50,7 +50,7 @@ def dense(
 
 
 def indices_of(shape: Sequence[int], device: torch.device) -> ScoreIndices:
-    """Of all scores, (B, H, L, S)."""
+    """The indices of all scores, (B, H, L, S)."""
     batch, head, query, key = (
         torch.arange(size, device=device).view([-1] + [1] * (3 - dim)) for dim, size in enumerate(shape)
     )
@@ -98,7 +98,7 @@ def _flash(
 def _efficient(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: Rule | None, scale: float | None
 ) -> torch.Tensor:
-    """It knows no groups of heads: those of keys and values are repeated."""
+    """Attention by xformers' kernel. It knows no groups of heads: those of keys and values are repeated."""
     inputs = _aligned(query, key, value)
     times = query.shape[1] // key.shape[1]
     if times > 1:
@@ -114,7 +114,7 @@ def _needs_grad(*tensors: torch.Tensor) -> bool:
 def _aligned(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """With heads of a multiple of 8 elements, zeros behind, each in one piece that begins at 16 bytes."""
+    """Pads heads with zeros to a multiple of 8 elements, each tensor in one piece that begins at 16 bytes."""
     return _aligned_tensor(query), _aligned_tensor(key), _aligned_tensor(value)
 
 

@@ -20,7 +20,8 @@ def attended(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """With a mask in memory, with dropout, and for what is no plain tensor on a GPU, torch's own."""
+    """Attention in place of torch's: with a mask in memory, with dropout, and for anything but plain tensors on a GPU,
+    torch's own."""
     if attn_mask is None and dropout_p == 0.0 and _fits(query, key, value, enable_gqa):
         return attention(query, key, value, Causal() if is_causal else None, scale=scale)
     return F.scaled_dot_product_attention(

@@ -47,7 +47,7 @@ def _copy(
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], scale: torch.Tensor | None) -> None:
-    """As in `copies/reference.py`; of 32 bits at most, contiguous, and all of a side of one dtype."""
+    """Copies as in `copies/reference.py`; of 32 bits at most, contiguous, and all of a side of one dtype."""
     device = targets[0].device
     tensors, blocks, sizes = blocks_of(tuple(target.numel() for target in targets), _BLOCK, device)
     rows = [(source.data_ptr(), target.data_ptr()) for target, source in zip(targets, sources, strict=True)]

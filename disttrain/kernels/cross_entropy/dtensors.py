@@ -24,7 +24,7 @@ def loss_of_dtensors(
     class_weight: torch.Tensor | None,
     options: LinearLossOptions,
 ) -> DTensor:
-    """As `linear_cross_entropy` of DTensors. Collective."""
+    """Computes `linear_cross_entropy` of DTensors. Collective."""
     if not isinstance(hidden, DTensor) or not isinstance(weight, DTensor):
         problem = f"hidden is a {type(hidden).__name__}, weight a {type(weight).__name__}."
         raise LayoutError(NAME, problem, "Give DTensors of one mesh, or to_local() of both with a group.")

@@ -61,7 +61,7 @@ def losses_of_rows(
     block_bytes: int,
     sums_hidden: bool,
 ) -> torch.Tensor:
-    """Each row's loss, (rows,), wide; else as `summed_loss`."""
+    """The loss of each row, (rows,), wide; else as `summed_loss`."""
     arguments = (hidden, weight, bias, target, class_weight, list(terms), group_name, block_bytes)
     return _Rows.apply(sums_hidden, _wanted(hidden, weight, bias), *arguments)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -72,7 +72,7 @@ def _wanted(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 
 class _Summed(torch.autograd.Function):
-    """Of `sums_hidden`, the gradients that are wanted, and the operator's arguments from hidden to block_bytes."""
+    """Takes `sums_hidden`, the gradients that are wanted, and the operator's arguments from hidden to block_bytes."""
 
     @staticmethod
     def forward(ctx: Any, sums_hidden: bool, wanted: list[bool], *arguments: Any) -> torch.Tensor:
@@ -116,7 +116,7 @@ class _Rows(torch.autograd.Function):
 
 
 def _finished(grads: list[torch.Tensor | None], group_name: str) -> Any:
-    """Each rank has its classes' term of hidden's gradient."""
+    """Sums hidden's gradient, of which each rank has its classes' term."""
     if grads[0] is not None and group_name:
         grads[0] = all_reduce(grads[0], "sum", current_world(NAME).find_group(NAME, group_name))
     return None, None, *grads, *[None] * 5

@@ -15,7 +15,7 @@ from disttrain.kernels.cross_entropy.linear import linear_cross_entropy
 
 @contextmanager
 def loss_from_head(head: nn.Module, target: torch.Tensor, **options: Any) -> Iterator[None]:
-    """Within it `head(hidden)` is the loss of its logits, which are not made.
+    """Makes `head(hidden)` return the loss of its logits within the block; the logits are not made.
 
         with kernels.loss_from_head(model.head, targets):
             loss = model(tokens)

@@ -95,7 +95,7 @@ def linear_cross_entropy(
 
 
 def mean_of(losses: torch.Tensor, total_weight: torch.Tensor) -> torch.Tensor:
-    """Of no tokens it is NaN, and its gradients are zeros, as torch's."""
+    """The mean of the losses. Of no tokens it is NaN, and its gradients are zeros, as torch's."""
     is_none = total_weight == 0
     mean = losses / total_weight.masked_fill(is_none, 1.0)
     return torch.where(is_none, (losses / total_weight).detach(), mean)
@@ -192,7 +192,7 @@ def _check_tensors(
 
 
 def _check_targets(target: torch.Tensor, num_classes: int, ignore_index: int) -> None:
-    """On the CPU, where nothing has to be waited for."""
+    """Checks targets on the CPU, where nothing has to be waited for."""
     if target.device.type != "cpu" or is_traced():
         return
     is_wrong = ((target < 0) | (target >= num_classes)) & (target != ignore_index)

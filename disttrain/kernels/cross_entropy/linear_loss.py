@@ -41,7 +41,7 @@ class Goal(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Of which gradients are wanted."""
+    """Flags of the gradients that are wanted."""
 
     hidden: bool
     weight: bool

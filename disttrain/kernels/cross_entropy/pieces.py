@@ -187,7 +187,7 @@ def gradient_of_probabilities(
     weight: torch.Tensor | None,
     terms: LossTerms,
 ) -> torch.Tensor:
-    """As `gradient_of_classes`; `total` (rows,) is the sum of what is wanted, of all ranks."""
+    """The gradient as in `gradient_of_classes`; `total` (rows,) is the sum of what is wanted, of all ranks."""
     spread = grad_rows * total
     if terms.z_loss:
         spread = spread + grad_rows * log_sums * (2 * terms.z_loss)
@@ -228,12 +228,12 @@ def _capped(logits: torch.Tensor, terms: LossTerms) -> torch.Tensor:
 
 
 def _slope(capped: torch.Tensor, terms: LossTerms) -> torch.Tensor:
-    """By how much capped logits grow with the logits."""
+    """The derivative of capped logits by the logits."""
     return 1 - (capped / terms.soft_cap).square()
 
 
 def _log_sum(part: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-    """As part.logsumexp(1), wide, in `buffer`."""
+    """Computes part.logsumexp(1), wide, in `buffer`."""
     top = part.amax(1, keepdim=True).to(buffer.dtype)
     # From infinity nothing may be taken away.
     top.masked_fill_(top.isinf(), 0.0)

@@ -1,4 +1,4 @@
-"""In which blocks the logits of a linear layer are made, so that they are never all in memory."""
+"""Plans the blocks in which the logits of a linear layer are made, so that they are never all in memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Blocks(NamedTuple):
             yield slice(begin, begin + self.rows)
 
     def of_columns(self, num_own: int) -> Iterator[slice]:
-        """Of a part with `num_own` classes; the last may be empty."""
+        """The slices of a part with `num_own` classes; the last may be empty."""
         for begin in range(0, max(1, self.num_columns), self.columns):
             yield slice(min(begin, num_own), min(begin + self.columns, num_own))
 
@@ -54,5 +54,5 @@ def plan_blocks(num_rows: int, num_columns: int, element_bytes: int, block_bytes
 
 
 def terms_of(terms: LossTerms, columns: slice) -> LossTerms:
-    """Those of a block of this rank's part."""
+    """The terms of a block of this rank's part."""
     return terms._replace(first_class=terms.first_class + columns.start)

@@ -189,7 +189,8 @@ def _gradient(
 def statistics_of_classes(
     logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, terms: LossTerms
 ) -> torch.Tensor:
-    """As in `cross_entropy_pieces`; logits are of at most 32 bits, and lie row by row, perhaps with gaps between."""
+    """Statistics as in `cross_entropy/pieces.py`; logits are of at most 32 bits, and lie row by row, perhaps with gaps
+    between."""
     num_rows, num_own = logits.shape
     is_smoothed = terms.label_smoothing > 0
     statistics = torch.empty((2 + is_smoothed, num_rows), dtype=torch.float32, device=logits.device)
@@ -216,7 +217,7 @@ def statistics_of_classes(
 def combined_of_classes(
     of_ranks: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, terms: LossTerms
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As in `cross_entropy_pieces`; fp32, contiguous."""
+    """Combines statistics as in `cross_entropy/pieces.py`; fp32, contiguous."""
     num_ranks, num_statistics, num_rows = of_ranks.shape
     loss, log_sums = torch.empty((2, num_rows), dtype=torch.float32, device=of_ranks.device).unbind()
     with torch.cuda.device_of(of_ranks):
@@ -251,7 +252,7 @@ def gradient_of_classes(
     terms: LossTerms,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As in `cross_entropy_pieces`; logits as for the statistics, `out` without gaps."""
+    """The gradient as in `cross_entropy/pieces.py`; logits as for the statistics, `out` without gaps."""
     num_rows, num_own = logits.shape
     grad = torch.empty((num_rows, num_own), dtype=logits.dtype, device=logits.device) if out is None else out
     block = _block(num_own, _LARGEST_BLOCK // 2)
@@ -284,7 +285,7 @@ def gradient_of_classes(
 
 
 def _total_weight(like: torch.Tensor, weight: torch.Tensor | None, terms: LossTerms) -> torch.Tensor:
-    """Of all classes, where it is asked for."""
+    """The weight of all classes, for label smoothing."""
     if not terms.label_smoothing:
         return like
     return like.new_full((), terms.num_classes) if weight is None else weight.sum()

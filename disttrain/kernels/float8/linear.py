@@ -63,7 +63,7 @@ def float8_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 
 @cache
 def _warn(shape: tuple[int, ...]) -> None:
-    """Once for each shape."""
+    """Warns once for each shape."""
     problem = f"a part of a weight has shape {shape}, and sizes must be multiples of {LINE}"
     warnings.warn(f"float8_linear: {problem}. It is multiplied in its own dtype.", stacklevel=3)
 

@@ -83,5 +83,5 @@ def multiply(
 
 
 def _amax(x: torch.Tensor) -> torch.Tensor:
-    """Of each row."""
+    """The largest magnitude of each row."""
     return x.abs().amax(1) if x.numel() else x.new_zeros(len(x))

@@ -156,7 +156,7 @@ def cast(
     wants_rows: bool,
     wants_columns: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As in `float8/reference.py`; of 32 bits at most."""
+    """Casts as in `float8/reference.py`; of 32 bits at most."""
     num_rows, num_columns = x.shape
     padded = triton.cdiv(num_rows, LINE) * LINE
     num_row_scales, num_column_scales = (num_rows, num_columns) if by_rows else (1, 1)

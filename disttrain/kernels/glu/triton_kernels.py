@@ -75,7 +75,7 @@ def _glu_backward(
 
 
 def forward(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    """As in `glu/reference.py`; of 32 bits at most."""
+    """The product as in `glu/reference.py`; of 32 bits at most."""
     num_rows, row_size = gate.shape
     result = gate.new_empty(gate.shape)
     num_blocks = triton.cdiv(row_size, _BLOCK)
@@ -89,7 +89,7 @@ def forward(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tens
 def backward(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As in `glu/reference.py`."""
+    """Gradients as in `glu/reference.py`."""
     num_rows, row_size = gate.shape
     grad_gate, grad_up = gate.new_empty(gate.shape), gate.new_empty(gate.shape)
     num_blocks = triton.cdiv(row_size, _BLOCK)

@@ -13,7 +13,7 @@ Normed = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 class KernelRMSNorm(nn.RMSNorm):
-    """As nn.RMSNorm over one dim; with a residual (as x) also what it normed, x + residual."""
+    """RMSNorm over one dim, as nn.RMSNorm; with a residual (as x) also what it normed, x + residual."""
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:  # type: ignore[override]
         if fits(x, self.weight, residual):
@@ -22,7 +22,7 @@ class KernelRMSNorm(nn.RMSNorm):
 
 
 class KernelLayerNorm(nn.LayerNorm):
-    """As nn.LayerNorm over one dim; with a residual (as x) also what it normed, x + residual."""
+    """LayerNorm over one dim, as nn.LayerNorm; with a residual (as x) also what it normed, x + residual."""
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Normed:  # type: ignore[override]
         if fits(x, self.weight, residual):

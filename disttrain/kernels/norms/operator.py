@@ -189,7 +189,7 @@ def _keep_add_norm(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _grads(ctx: Any, grad: torch.Tensor | None, grad_total: torch.Tensor | None) -> tuple[Any, Any, Any]:
-    """Of x, weight and bias."""
+    """The gradients of x, weight and bias."""
     x, weight, statistics = ctx.saved_tensors
     if grad is None:
         return grad_total, None, None

@@ -216,7 +216,7 @@ def forward(
     eps: float,
     is_centered: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As in `norms/reference.py`; of 32 bits at most."""
+    """The norm as in `norms/reference.py`; of 32 bits at most."""
     num_rows, row_size = x.shape
     y = torch.empty_like(x)
     total = x if residual is None else torch.empty_like(x)
@@ -244,7 +244,7 @@ def backward(
     num_parameters: int,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As in `norms/reference.py`."""
+    """Gradients as in `norms/reference.py`."""
     num_rows, row_size = x.shape
     grad_x = torch.empty_like(x)
     block, rows, num_stages = _backward_tile(row_size, x.element_size(), shared_bytes(x.device))

@@ -151,7 +151,8 @@ class FusedOptimizer(Optimizer):
         return (clipped if grad_scale is None else clipped * grad_scale).float()
 
     def _state_of(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """With what it lacks: all at first, later what another optimizer's state has not, or new options ask for."""
+        """The state of a parameter, completed: all at first, later what another optimizer's state has not, or new
+        options ask for."""
         state: dict[str, Any] = self.state[parameter]
         if "step" not in state:
             # On the CPU, where it can be read without waiting for the device.
@@ -182,7 +183,7 @@ class FusedOptimizer(Optimizer):
                 group.setdefault(name, value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which brings all states to the parameters' dtypes; here they keep those they were saved in."""
+        """Loads a state as torch's does, but states keep the dtypes that they were saved in."""
         super().load_state_dict(state_dict)
         saved_keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -277,7 +278,7 @@ class SGD(FusedOptimizer):
 
 
 def _piece(parameter: Any, state: dict[str, Any], names: Sequence[str], index: int, copy: torch.Tensor | None) -> Piece:
-    """Of the optimizer's parameter number `place`."""
+    """The piece of the optimizer's parameter number `index`."""
     grad = parameter.grad
     if isinstance(parameter, DTensor) and tuple(grad.placements) != tuple(parameter.placements):
         grad = grad.redistribute(placements=parameter.placements)

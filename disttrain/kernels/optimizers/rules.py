@@ -49,7 +49,7 @@ class Piece(NamedTuple):
     """A second target of the new value, rounded to its dtype."""
 
     def seed(self, step: int) -> int:
-        """Of the random numbers that round to bf16 in this step: copies stay alike, nothing else is."""
+        """The seed of the random numbers that round to bf16 in this step: copies stay alike, nothing else is."""
         # Of CPUs' generators only the low half counts.
         return step << 32 | (self.number * 0x9E3779B1 + step * 0x85EBCA77) % 2**32
 

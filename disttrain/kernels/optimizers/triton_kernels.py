@@ -160,7 +160,7 @@ def _update(
 
 
 def update(pieces: Sequence[Piece], rule: Rule, scale: torch.Tensor | None) -> None:
-    """As in `optimizers/reference.py`; of 32 bits at most."""
+    """Updates as in `optimizers/reference.py`; of 32 bits at most."""
     first = pieces[0]
     device = first.parameter.device
     tensors, blocks, sizes = blocks_of(tuple(piece.parameter.numel() for piece in pieces), _BLOCK, device)
@@ -200,7 +200,7 @@ def update(pieces: Sequence[Piece], rule: Rule, scale: torch.Tensor | None) -> N
 
 
 def _addresses(piece: Piece) -> list[int]:
-    """Of parameter, gradient, two states, the master and a copy; 0 for what is not there."""
+    """The addresses of parameter, gradient, two states, the master and a copy; 0 for what is not there."""
     states = [state.data_ptr() for state in piece.states]
     others = [0 if tensor is None else tensor.data_ptr() for tensor in (piece.master, piece.copy)]
     return [piece.parameter.data_ptr(), piece.grad.data_ptr(), *states, *[0] * (2 - len(states)), *others]

@@ -19,7 +19,7 @@ from disttrain.kernels.rotary import reference as rotary_reference
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_interleaved: bool = False) -> torch.Tensor:
-    """Each pair (a, b) of x's last dim becomes (a cos - b sin, a sin + b cos).
+    """Rotates each pair (a, b) of x's last dim to (a cos - b sin, a sin + b cos).
 
     Args:    x         (batch, heads, S, E), of any strides: (batch, S, heads, E).transpose(1, 2) is read in place;
              cos, sin  (S, E / 2), fp32, of each position; without a gradient.
@@ -33,7 +33,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_interlea
 
 
 def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_interleaved: bool = False) -> torch.Tensor:
-    """As `rotate`, in x's own memory, which is given back; what x was made of must not need its values for backward."""
+    """Rotates as `rotate` in x's own memory, which is returned; what x was made of must not need its values for
+    backward."""
     _check("rotate_", x, cos, sin)
     if any(size > 1 and not stride for size, stride in zip(x.shape, x.stride(), strict=True)):
         problem = f"x is expanded: its shape is {tuple(x.shape)}, its strides are {x.stride()}."

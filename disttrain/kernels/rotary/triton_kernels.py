@@ -63,7 +63,7 @@ def _turn(
 def turn(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, result: torch.Tensor, is_interleaved: bool, is_back: bool
 ) -> None:
-    """As in `rotary/reference.py`; of 32 bits at most."""
+    """Rotates as in `rotary/reference.py`; of 32 bits at most."""
     if x.stride(3) != 1:
         turned = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         turn(x.contiguous(), cos, sin, turned, is_interleaved, is_back)

@@ -85,7 +85,7 @@ class Packed24:
         return (self.weight.dtype, self.weight.device) == (weight.dtype, weight.device)
 
     def update(self, weight: torch.Tensor) -> None:
-        """In place, where graphs look for it."""
+        """Packs the weight in place, where graphs look for it."""
         if self.stamp.tolist() == stamp_of(weight):
             return
         self.weight.copy_(pack24(weight.detach()))
@@ -183,7 +183,7 @@ _ALGORITHMS: Final = _Algorithms()
 
 
 def _measured(device: torch.device, dtype: torch.dtype, num_rows: int, in_size: int, out_size: int) -> int | None:
-    """On matrices of its own."""
+    """Measures a sparse product on random matrices. Returns its algorithm; None where a dense product is as fast."""
     with torch.cuda.device(device):
         x = torch.randn(num_rows, in_size, device=device, dtype=dtype)
         weight = torch.randn(out_size, in_size, device=device, dtype=dtype)
@@ -199,7 +199,7 @@ def _measured(device: torch.device, dtype: torch.dtype, num_rows: int, in_size: 
 
 
 def _is_faster(first: Callable[[], Any], second: Callable[[], Any]) -> bool:
-    """In turn."""
+    """True if the first is faster; they are timed in turn."""
     times: tuple[list[float], list[float]] = [], []
     for _ in range(_NUM_ROUNDS):
         for run, samples in zip((first, second), times, strict=True):

@@ -187,7 +187,7 @@ class Sparse24:
         return mask24_of_tiles(weight) if self._products == "sparse" and takes_tiles(weight) else mask24(weight)
 
     def _pack(self) -> None:
-        """For the products until the next step."""
+        """Packs the weights for the products until the next step."""
         for layer in self._layers:
             if not takes_packed(layer.weight):
                 layer.packed = None

@@ -47,7 +47,7 @@ Table = dict[str, dict[Parked, None]]
 
 
 class Parking:
-    """All parked requests, by connection and by deadline."""
+    """Requests that wait, by connection and by deadline."""
 
     def __init__(self) -> None:
         self.num_parked = 0
@@ -91,7 +91,7 @@ class Parking:
         return None if waits is None or type(request_id) is not int else waits.get(request_id)
 
     def expired(self, now_s: float) -> Iterator[Parked]:
-        """Those whose deadline has come; each must leave before the next is asked for."""
+        """Yields requests whose deadline has come; each must leave before the next is asked for."""
         while self._deadlines and self._deadlines[0][0] <= now_s:
             parked = heapq.heappop(self._deadlines)[2]
             if parked.live:

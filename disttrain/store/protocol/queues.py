@@ -16,11 +16,7 @@ from disttrain.store.protocol.wire import Op, Status
 
 
 class Queues:
-    """All queues of a store.
-
-    Args: charge  told (values, bytes) before they are added or after they are taken; may refuse;
-          answer  gives a parked request its answer;  came  told the name of a queue that holds a first value.
-    """
+    """The queues of a store."""
 
     def __init__(
         self,
@@ -92,7 +88,7 @@ class Queues:
             self._came(name)
 
     def _let_in(self, name: str) -> None:
-        """There may be room for those who wait to push."""
+        """Lets requests that wait to push go on, as far as there is room."""
         while name in self._pushers:
             first = next(iter(self._pushers[name]))
             value, capacity = first.argument

@@ -67,7 +67,7 @@ class Session:
             self.keep(reply)
 
     def cut(self) -> None:
-        """Its connection has ended."""
+        """Notes that its connection has ended."""
         self.connection = None
         self.waiting.clear()
 
@@ -100,7 +100,7 @@ class Session:
 
 
 class Sessions:
-    """All sessions, and until when those wait that were cut off."""
+    """Sessions of clients, and the time until which those wait that were cut off."""
 
     def __init__(self) -> None:
         self._of: dict[bytes, Session] = {}
@@ -126,7 +126,8 @@ class Sessions:
         return iter(self._of.values())
 
     def cut_off(self, session: Session, now_s: float, away_s: float = SESSION_S) -> bool:
-        """Its connection has ended; perhaps the client comes back. False: it does not, it has ended before."""
+        """Notes that a session's connection has ended; perhaps the client comes back. False: it does not, it has ended
+        before."""
         session.cut()
         session.expires_s = now_s + away_s
         is_known = session.name in self._of

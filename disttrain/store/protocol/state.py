@@ -136,7 +136,7 @@ class StoreState:
     # For a copy of this state.
 
     def copies(self) -> tuple[dict[str, bytes], dict[str, list[bytes]]]:
-        """All keys with their values, and those of the queues."""
+        """The keys with their values, and those of the queues."""
         return dict(self._values), self._queues.copies()
 
     def parked_changes(self) -> list[Parked]:

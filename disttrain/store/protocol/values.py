@@ -18,7 +18,7 @@ def to_keys(operation: str, keys: Sequence[str]) -> list[str]:
 
 
 def checked_pairs(keys: Sequence[str], values: Sequence[Value]) -> tuple[list[str], list[bytes]]:
-    """Both as lists, values as bytes. Raises StoreError when they are not equally many."""
+    """Keys and values as lists, values as bytes. Raises StoreError when they are not equally many."""
     key_list, value_list = to_keys("multi_set", keys), [to_bytes(value) for value in values]
     if len(key_list) != len(value_list):
         raise StoreError("multi_set", f"there are {len(key_list)} keys and {len(value_list)} values.", "Give one each.")

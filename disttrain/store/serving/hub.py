@@ -1,4 +1,4 @@
-"""All of a server's connections: framing, authentication and state in one place. Bytes in, actions out; no sockets.
+"""Handles a server's connections: framing, authentication and state in one place. Bytes in, actions out; no sockets.
 
 The libuv shells only move bytes and timers: they tell the hub what happened, and do what it answers.
 """

@@ -62,7 +62,7 @@ class Lead:
         return min(deadlines, default=None)
 
     def inherit(self, term: int, electors: Iterable[bytes], now_s: float) -> None:
-        """This was a standby, which knows these from its leader; all are cut off."""
+        """Takes over the sessions that this server, a standby before, knows from its leader; all are cut off."""
         self._term = term
         self._electors = dict.fromkeys(electors)
         self._absent = dict.fromkeys(electors, now_s + ABSENT_S)

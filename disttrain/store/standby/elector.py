@@ -26,7 +26,7 @@ _READ_BYTES: Final = 1 << 12
 
 
 class Elector:
-    """For the process that `store` belongs to; it may be closed later than this."""
+    """Votes for the process that `store` belongs to; it may be closed later than this."""
 
     def __init__(self, store: TCPStore) -> None:
         self._store = store

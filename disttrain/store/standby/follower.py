@@ -79,7 +79,7 @@ class Follower:
         """The time of its last message: it may answer alone for a while (see `journal`)."""
 
     def run(self) -> Replica | None:
-        """All that the leader knew when it died; None: `close` was called.
+        """Follows until the leader dies. Returns all that the leader knew; None: `close` was called.
 
         Raises StoreError when the leader cannot be reached, refuses us, or is dead and may have gone on alone before.
         """

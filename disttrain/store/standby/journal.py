@@ -58,12 +58,7 @@ class Entry(IntEnum):
 
 
 class Journal:
-    """Of one leader, for one standby.
-
-    Args: follower  the standby's connection;  standby  where clients will find it;  patience_s  how long it may be
-          silent;  most_bytes  how much may gather while the present state is sent;  present  entries that make it;
-          term  a new one;  electors  as they are now.
-    """
+    """The journal of one leader, for one standby."""
 
     def __init__(
         self,
@@ -120,7 +115,7 @@ class Journal:
         return self._num_since_bytes > self._most_bytes
 
     def note(self, entry: Entry, *values: Any) -> None:
-        """This happens now."""
+        """Adds an entry for what happens now."""
         try:
             frame = self._encode((int(entry), *values))
         except WireError:
@@ -157,7 +152,7 @@ class Journal:
         self.reason, self.deadline_s, self._has_resigned = reason, now_s, True
 
     def set_electors(self, electors: Iterable[bytes]) -> None:
-        """There are others."""
+        """Changes the electors."""
         self._electors = [*electors]
         if self._consent is not None:
             self.note(Entry.ELECTORS, self._electors)
@@ -207,7 +202,7 @@ class Journal:
         return out
 
     def held(self) -> list[Action]:
-        """All that waits; for a leader that goes on alone."""
+        """The actions that wait; for a leader that goes on alone."""
         return [*self.unheld, *(action for _, action in self._held)]
 
     def _ask(self, now_s: float) -> None:

@@ -29,7 +29,7 @@ class Consent:
         self._against_us: set[bytes] = set()
 
     def changed(self, num_entries: int, electors: Iterable[bytes]) -> None:
-        """There are others, which the standby knows once it has acknowledged so many entries."""
+        """Changes the electors; the standby knows the new ones once it has acknowledged so many entries."""
         self._sets.append((num_entries, frozenset(electors)))
 
     def renewed(self, num_entries: int, term: int) -> None:

@@ -120,7 +120,8 @@ class Tunnel:
         return self._tls.read(RECORD_BYTES)
 
     def read_all(self) -> bytes:
-        """All plain bytes that there are. Raises ssl.SSLZeroReturnError when the other side has ended the stream."""
+        """Reads all plain bytes that there are. Raises ssl.SSLZeroReturnError when the other side has ended the
+        stream."""
         parts = []
         try:
             while self.has_more:
