@@ -20,7 +20,7 @@ def names(section: str) -> dict[str, Any]:
     match section:
         case "As a library":
             return {}  # it is a whole script
-        case "Layers cut over ranks":
+        case "Tensor parallel":
             mesh = disttrain.init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("tp",))
             return {"model": model, "mesh": mesh}
         case "Fused kernels":
