@@ -22,7 +22,7 @@ from disttrain.flight_recorder.views.page import as_html
 from disttrain.flight_recorder.views.trace import write_trace
 from disttrain.process_group import World, entered_world
 from disttrain.store import HashStore
-from tests.flight_job import job
+from tests.flight_corpus.job import job
 
 NUM_STEPS = 200
 CALLS_PER_STEP = 100

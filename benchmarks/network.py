@@ -2,10 +2,10 @@
 
     python benchmarks/network.py [--ranks 2 4] [--delays 0 0.2 1 10] [--mbit 0] [--parallelisms fsdp tp] [--json FILE]
 
-Each host is a namespace of Linux with an address of its own (`tests/network_hosts.py`); what one sends another is late
-by so many milliseconds each way, and leaves its host at so many megabits a second (0: as fast as it is carried). fsdp,
-tp and pp have a rank on each host; hsdp and 2d have two, of which the inner axis is made. A step is a forward, a
-backward and AdamW's step of a small Llama, of the slowest rank. It takes root, /dev/net/tun and iproute2.
+Each host is a namespace of Linux with an address of its own (`tests/surroundings/network_hosts.py`); what one sends
+another is late by so many milliseconds each way, and leaves its host at so many megabits a second (0: as fast as it is
+carried). fsdp, tp and pp have a rank on each host; hsdp and 2d have two, of which the inner axis is made. A step is a
+forward, a backward and AdamW's step of a small Llama, of the slowest rank. It takes root, /dev/net/tun and iproute2.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from disttrain.store import write_token
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.network_hosts import hosts_in, lacking  # noqa: E402  it lies beside this folder
+from tests.surroundings.network_hosts import hosts_in, lacking  # noqa: E402  it lies beside this folder
 
 PORT = 29500
 """Of our store, in hosts where nobody else listens."""

@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any
 import hypothesis
 import pytest
 
-from tests.warm_python import GARBAGE_THRESHOLD, WRITERS, WarmPython, warm_address
+from tests.forkserver.server import GARBAGE_THRESHOLD, WRITERS, WarmPython, warm_address
 
 if TYPE_CHECKING:
     from disttrain.testing import RankPool
-    from tests.authority import Authority
+    from tests.surroundings.authority import Authority
 
 pytest_plugins = ["disttrain.testing.pytest_plugin"]
 
 GPU_TESTS = Path(__file__).parent / "gpu"
-WARM_CLIENT = Path(__file__).parent / "warm_client.py"
+WARM_CLIENT = Path(__file__).parent / "forkserver" / "client.py"
 
 NUM_WARM_PYTHONS = {"launcher": 1, "torch": 2, "writer": 1}
 """By what they have loaded; those with torch have different hash seeds. xdist's workers have another."""
@@ -129,7 +129,7 @@ def pytest_collection() -> Iterator[object]:
 
 def pytest_collection_finish() -> None:
     if "torch" in sys.modules:
-        from tests.seeding import seed_no_gpus  # here, since it loads torch
+        from tests.forkserver.seeding import seed_no_gpus  # here, since it loads torch
 
         seed_no_gpus()
 
@@ -176,7 +176,9 @@ def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 @pytest.fixture(scope="session")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     """The certificate authority of a job."""
-    from tests.authority import Authority  # here, since few tests need it and it loads a library of cryptography
+    from tests.surroundings.authority import (
+        Authority,  # here, since few tests need it and it loads a library of cryptography
+    )
 
     return Authority(tmp_path_factory.mktemp("authority"))
 
@@ -206,7 +208,7 @@ def launcher_python(pytestconfig: pytest.Config) -> Iterator[WarmPython]:
 @pytest.fixture(scope="session")
 def rank_pool(warm_addresses: list[str]) -> Iterator[RankPool]:
     """The plugin's, with interpreters that need not load torch either."""
-    from tests.warm_pool import warm_pool  # here, since it loads torch
+    from tests.forkserver.pool import warm_pool  # here, since it loads torch
 
     with warm_pool(warm_addresses) as pool:
         yield pool

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from disttrain import checkpoint
-from tests.differences_page import missing_arguments, names_explained, of_torch_213, public_names, same_default
+from tests.pages.differences import missing_arguments, names_explained, of_torch_213, public_names, same_default
 
 MODULES = (
     ".api",

@@ -10,7 +10,7 @@ import torch
 
 import disttrain
 from disttrain import dtensor
-from tests.differences_page import missing_arguments, names_explained, of_torch_213, public_names
+from tests.pages.differences import missing_arguments, names_explained, of_torch_213, public_names
 
 MODULES = ("", ".debug", ".experimental", ".placement_types")
 

@@ -7,7 +7,7 @@ import inspect
 from typing import Any
 
 from disttrain import fsdp2
-from tests.differences_page import missing_arguments, names_explained, of_torch_213, parameters, same_default
+from tests.pages.differences import missing_arguments, names_explained, of_torch_213, parameters, same_default
 
 
 @of_torch_213

@@ -8,7 +8,7 @@ from types import FunctionType
 import torch.distributed as dist
 
 import disttrain
-from tests.differences_page import names_explained
+from tests.pages.differences import names_explained
 
 
 def test_each_name_is_here_or_explained() -> None:

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from disttrain import pipelining
-from tests.differences_page import (
+from tests.pages.differences import (
     missing_arguments,
     names_alone,
     names_explained,

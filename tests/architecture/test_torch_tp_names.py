@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 
 from disttrain import tp
-from tests.differences_page import missing_arguments, names_alone, names_explained, parameters, public_names
+from tests.pages.differences import missing_arguments, names_alone, names_explained, parameters, public_names
 
 THEIRS = "torch.distributed.tensor.parallel"
 MODULES = ("", ".api", ".ddp", ".fsdp", ".input_reshard", ".loss", ".style")

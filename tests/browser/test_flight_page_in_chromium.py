@@ -14,8 +14,8 @@ from disttrain.flight_recorder.analysis.match import match
 from disttrain.flight_recorder.dumps.dump import Dump
 from disttrain.flight_recorder.record.record import Frame, ThreadStack
 from disttrain.flight_recorder.views.page import as_html
-from tests.chromium import Chromium
-from tests.flight_job import job
+from tests.flight_corpus.job import job
+from tests.surroundings.chromium import Chromium
 
 EVIL = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">"
 

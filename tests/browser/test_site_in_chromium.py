@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chromium import Chromium
+from tests.surroundings.chromium import Chromium
 
 ROOT = Path(__file__).parents[2]
 SHOWN = ("benchmarks", "disttrain", "docs", "examples", "launcher", "tools")

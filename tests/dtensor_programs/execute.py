@@ -13,7 +13,7 @@ import torch
 from disttrain.dtensor import Placement
 from disttrain.errors import LayoutError, ShapeError
 from disttrain.mesh import DeviceMesh
-from tests.dtensor_cases import laid
+from tests.cases.dtensors import laid
 from tests.dtensor_programs.program import Leaf, Ref, Step, leaves_of, mapped
 
 MakeLeaf = Callable[[Leaf, Sequence[Placement]], torch.Tensor]

@@ -9,7 +9,7 @@ from disttrain.dtensor import Placement, Replicate
 from tests.dtensor_programs.generate import first_refused
 from tests.dtensor_programs.program import Leaf, Program, Ref, Step, mapped, without
 from tests.dtensor_programs.run import Verdict, run_program
-from tests.shrinking import shrink, without_some
+from tests.fuzz.shrinking import shrink, without_some
 
 
 def shrunk(verdict: Verdict) -> Verdict:

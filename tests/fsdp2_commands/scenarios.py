@@ -19,7 +19,7 @@ from disttrain.fsdp2 import (
 )
 from disttrain.process_group import World, entered_world
 from disttrain.store import HashStore
-from tests.fsdp2_cases import Halved, small_parts
+from tests.cases.fsdp2 import Halved, small_parts
 from tests.fsdp2_commands.record import Commands
 
 DIM = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.fsdp2_uses.programs import Program
 from tests.fsdp2_uses.run import Difference, check
 from tests.fsdp2_uses.smaller import smaller
-from tests.shrinking import shrink
+from tests.fuzz.shrinking import shrink
 
 SCRIPT = """\
 from tests.fsdp2_uses.programs import Node, Program, Shard, Use

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from tests.fsdp2_uses.models import Node, Shard
 from tests.fsdp2_uses.programs import Program, Use
-from tests.shrinking import without_some
+from tests.fuzz.shrinking import without_some
 
 
 def smaller(program: Program) -> Iterator[Program]:

@@ -21,9 +21,9 @@ from disttrain.kernels.attention.choice import machine_of
 from disttrain.kernels.attention.operator import call_of
 from disttrain.kernels.attention.plan import serving
 from disttrain.testing.pytest_plugin import on_ranks
-from tests.attention_cases import NAMES, on, rule_called, tensors, wished
-from tests.gpu_ranks import NUM_GPU_RANKS
-from tests.kernel_cases import judge
+from tests.cases.attention import NAMES, on, rule_called, tensors, wished
+from tests.cases.kernels import judge
+from tests.gpu.ranks import NUM_GPU_RANKS
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of what Inductor loads

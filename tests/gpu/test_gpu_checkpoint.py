@@ -21,7 +21,7 @@ from disttrain.checkpoint import (
 from disttrain.dtensor import DTensor
 from disttrain.fsdp2 import fully_shard
 from disttrain.testing import RankPool
-from tests.gpu_ranks import NUM_GPU_RANKS
+from tests.gpu.ranks import NUM_GPU_RANKS
 
 
 def sharded_model(seed: int, options: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -14,7 +14,7 @@ from disttrain.checkpoint import Checkpointer, training_state
 from disttrain.dtensor import DTensor
 from disttrain.fsdp2 import fully_shard
 from disttrain.testing import RankPool
-from tests.gpu_ranks import NUM_GPU_RANKS
+from tests.gpu.ranks import NUM_GPU_RANKS
 
 WIDTH = 4096
 NUM_STEPS = 6

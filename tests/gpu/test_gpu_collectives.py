@@ -8,7 +8,7 @@ import torch
 import disttrain
 from disttrain import ReduceOp
 from disttrain.testing.pytest_plugin import on_ranks
-from tests.gpu_ranks import NUM_GPU_RANKS
+from tests.gpu.ranks import NUM_GPU_RANKS
 
 
 def own_device() -> torch.device:

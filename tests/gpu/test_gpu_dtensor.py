@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import disttrain
 from disttrain.dtensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from disttrain.testing.pytest_plugin import on_ranks
-from tests.gpu_ranks import NUM_GPU_RANKS
+from tests.gpu.ranks import NUM_GPU_RANKS
 
 PLACEMENTS: dict[str, Placement] = {"rows": Shard(0), "columns": Shard(1), "whole": Replicate()}
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}

@@ -9,9 +9,9 @@ import disttrain
 from disttrain import ReduceOp
 from disttrain.errors import BackendError, ShapeError
 from disttrain.testing.pytest_plugin import on_ranks
-from tests.collective_cases import CASES
-from tests.gpu_ranks import NUM_GPU_RANKS
-from tests.object_cases import CASES as OBJECT_CASES
+from tests.cases.collectives import CASES
+from tests.cases.objects import CASES as OBJECT_CASES
+from tests.gpu.ranks import NUM_GPU_RANKS
 
 # NCCL neither receives from anybody nor reduces bit by bit.
 OF_NCCL = sorted(set(CASES) - {"messages_from_anybody_and_in_batches", "every_reduction", "reductions_of_truth"})

@@ -18,8 +18,8 @@ from disttrain.kernels import Float8Weight, float8_linear, use_float8
 from disttrain.kernels.float8 import reference as float8_reference
 from disttrain.kernels.float8.operator import cast
 from disttrain.testing.pytest_plugin import on_ranks
-from tests.gpu_ranks import NUM_GPU_RANKS
-from tests.kernel_cases import drawn, values_and_grads
+from tests.cases.kernels import drawn, values_and_grads
+from tests.gpu.ranks import NUM_GPU_RANKS
 
 FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
 

@@ -13,7 +13,7 @@ import disttrain
 from disttrain.dtensor import DTensor, Replicate, Shard, distribute_tensor
 from disttrain.fsdp2 import MixedPrecisionPolicy, fully_shard
 from disttrain.testing.pytest_plugin import on_ranks
-from tests.gpu_ranks import NUM_GPU_RANKS
+from tests.gpu.ranks import NUM_GPU_RANKS
 from tests.multirank import models
 
 

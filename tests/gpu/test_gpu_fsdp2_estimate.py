@@ -15,7 +15,7 @@ from disttrain.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, estimate, fu
 from disttrain.process_group import World, entered_world
 from disttrain.store import HashStore
 from disttrain.testing.pytest_plugin import on_ranks
-from tests.gpu_ranks import NUM_GPU_RANKS
+from tests.gpu.ranks import NUM_GPU_RANKS
 from tests.multirank import models
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)

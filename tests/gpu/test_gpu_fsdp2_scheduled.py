@@ -12,8 +12,7 @@ import disttrain
 from disttrain.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, share_comm_ctx
 from disttrain.fsdp2.state import state_of
 from disttrain.testing.pytest_plugin import on_ranks
-from tests.gpu_ranks import NUM_GPU_RANKS
-from tests.scheduled_cases import (
+from tests.cases.fsdp2_scheduled import (
     ONE_F_ONE_B,
     ZERO_BUBBLE,
     Pipeline,
@@ -23,6 +22,7 @@ from tests.scheduled_cases import (
     shard,
     two_stages,
 )
+from tests.gpu.ranks import NUM_GPU_RANKS
 
 CYCLES = 20_000_000
 """About 10 ms: longer than the host needs for what it queues meanwhile."""

@@ -16,7 +16,7 @@ from disttrain.errors import ShardingError
 from disttrain.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from disttrain.fsdp2.transfers.comm import Comm
 from disttrain.testing.pytest_plugin import on_ranks
-from tests.gpu_ranks import NUM_GPU_RANKS
+from tests.gpu.ranks import NUM_GPU_RANKS
 
 CYCLES = 20_000_000
 """About 10 ms: longer than the host needs for what it queues meanwhile."""

@@ -32,9 +32,9 @@ from disttrain.kernels import (
 )
 from disttrain.kernels.copies.operator import copy_all
 from disttrain.testing.pytest_plugin import on_ranks
-from tests.gpu_ranks import NUM_GPU_RANKS
-from tests.kernel_cases import drawn, judge
-from tests.operator_cases import CASES, check_what_is_told
+from tests.cases.kernel_operators import CASES, check_what_is_told
+from tests.cases.kernels import drawn, judge
+from tests.gpu.ranks import NUM_GPU_RANKS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

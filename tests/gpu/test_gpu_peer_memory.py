@@ -10,7 +10,7 @@ import torch
 import disttrain
 from disttrain.process_group.peers.memory import PeerMemory, peer_memory_of
 from disttrain.testing.pytest_plugin import on_ranks
-from tests.gpu_ranks import NUM_GPU_RANKS
+from tests.gpu.ranks import NUM_GPU_RANKS
 
 
 def memory_of(group: disttrain.ProcessGroup) -> PeerMemory:

@@ -16,8 +16,8 @@ from disttrain.errors import DisttrainError
 from disttrain.pipelining import Costs, PipelineSchedule, PipelineStage, get_schedule_class, make_schedule, simulate
 from disttrain.process_group.peers.channels import open_channels
 from disttrain.testing.pytest_plugin import on_ranks
-from tests.gpu_ranks import NUM_GPU_RANKS
-from tests.launching import EXAMPLES, launched
+from tests.gpu.ranks import NUM_GPU_RANKS
+from tests.surroundings.launching import EXAMPLES, launched
 
 pytestmark = pytest.mark.skipif(NUM_GPU_RANKS < 2, reason="needs two GPUs")
 

@@ -10,7 +10,7 @@ from torch import nn
 from disttrain.kernels import AdamW, Sparse24, use_sparse24
 from disttrain.kernels._torch import search24
 from disttrain.kernels.sparse24 import product as sparse24_product
-from tests.kernel_cases import drawn
+from tests.cases.kernels import drawn
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.cusparselt.is_available(), reason="torch was built without cuSPARSELt"

@@ -12,8 +12,8 @@ import disttrain
 from disttrain.dtensor import DTensor
 from disttrain.testing.pytest_plugin import on_ranks
 from disttrain.tp import parallelize_module
-from tests.gpu_ranks import NUM_GPU_RANKS
-from tests.tp_cases import Block, block_plan, gathered, scattered
+from tests.cases.tensor_parallel import Block, block_plan, gathered, scattered
+from tests.gpu.ranks import NUM_GPU_RANKS
 
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 

@@ -16,7 +16,7 @@ from disttrain.kernels.cross_entropy.pieces import LossTerms
 from disttrain.testing.pytest_plugin import on_ranks
 from disttrain.tp.loss.context import loss_parallel
 from disttrain.tp.loss.vocab_parallel import vocab_parallel_cross_entropy
-from tests.gpu_ranks import NUM_GPU_RANKS
+from tests.gpu.ranks import NUM_GPU_RANKS
 
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 

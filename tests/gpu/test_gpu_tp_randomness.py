@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import disttrain
 from disttrain.testing.pytest_plugin import on_ranks
 from disttrain.tp import own_randomness
-from tests.gpu_ranks import NUM_GPU_RANKS
+from tests.gpu.ranks import NUM_GPU_RANKS
 
 
 @on_ranks(NUM_GPU_RANKS)

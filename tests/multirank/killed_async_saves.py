@@ -24,8 +24,8 @@ from disttrain.checkpoint import Checkpointer
 from disttrain.errors import CheckpointError
 from disttrain.process_group import World, entered_world
 from disttrain.store import PrefixStore, ServerProcess, TCPStore, spawn_server
+from tests.forkserver.server import WRITERS, WarmPython
 from tests.multirank.killed_saves import NUM_RANKS, fork, loaded_step, state_of
-from tests.warm_python import WRITERS, WarmPython
 
 RUN = "KILLED_SAVES_RUN"
 """The variable by which this program's writers are known."""

@@ -16,9 +16,9 @@ from disttrain.kernels import Alibi, Causal, Documents, Prefix, SoftCap, attenti
 from disttrain.kernels.attention import choice as attention_choice
 from disttrain.testing.pytest_plugin import on_ranks
 from disttrain.tp import ColwiseParallel, RowwiseParallel, parallelize_module
-from tests.attention_cases import rule_called, tensors, wished
-from tests.kernel_cases import drawn
-from tests.sharding_cases import mesh_of
+from tests.cases.attention import rule_called, tensors, wished
+from tests.cases.kernels import drawn
+from tests.cases.shardings import mesh_of
 
 BATCH, LENGTH = 3, 20
 

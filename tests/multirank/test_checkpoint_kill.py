@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.warm_python import WRITERS, WarmPython, warm_address
+from tests.forkserver.server import WRITERS, WarmPython, warm_address
 
 
 @pytest.mark.parametrize("how", ["steps", "exchange", "rename"])

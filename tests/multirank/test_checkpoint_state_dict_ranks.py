@@ -30,7 +30,7 @@ from disttrain.process_group import current_world
 from disttrain.store import PrefixStore
 from disttrain.testing import RankPool, run_threads
 from disttrain.tp import parallelize_module
-from tests.tp_cases import Decoder, decoder_plan
+from tests.cases.tensor_parallel import Decoder, decoder_plan
 
 FULL = {"full_state_dict": True}
 OPTIONS: list[dict[str, Any]] = [

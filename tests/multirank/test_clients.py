@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.launching import launched
+from tests.surroundings.launching import launched
 
 if TYPE_CHECKING:
-    from tests.warm_python import WarmPython
+    from tests.forkserver.server import WarmPython
 
 PROGRAM = Path(__file__).parents[1] / "clients" / "client_programs.py"
 

@@ -17,7 +17,7 @@ from disttrain.dtensor import DTensor
 from disttrain.errors import CompileError
 from disttrain.fsdp2 import fully_shard
 from disttrain.testing.pytest_plugin import on_ranks
-from tests.tp_cases import Decoder, Feeding, decoder_plan
+from tests.cases.tensor_parallel import Decoder, Feeding, decoder_plan
 
 
 def compiled(model: Decoder) -> None:

@@ -7,10 +7,10 @@ import socket
 import subprocess
 from typing import TYPE_CHECKING
 
-from tests.launching import LIMIT_S, environment, launcher
+from tests.surroundings.launching import LIMIT_S, environment, launcher
 
 if TYPE_CHECKING:
-    from tests.warm_python import WarmPython
+    from tests.forkserver.server import WarmPython
 
 NUM_NODES = 3
 

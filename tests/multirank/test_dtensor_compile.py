@@ -18,7 +18,7 @@ from disttrain.process_group import World, entered_world
 from disttrain.store import HashStore
 from disttrain.testing import run_threads
 from disttrain.testing.pytest_plugin import on_ranks
-from tests.sharding_cases import mesh_of, normal
+from tests.cases.shardings import mesh_of, normal
 
 Function = Callable[..., Any]
 

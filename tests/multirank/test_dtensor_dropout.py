@@ -7,7 +7,7 @@ import torch
 import disttrain
 from disttrain.dtensor import Partial, Replicate, Shard
 from disttrain.testing.pytest_plugin import on_ranks
-from tests.sharding_cases import collectives_of, laid_out, mesh_of, normal
+from tests.cases.shardings import collectives_of, laid_out, mesh_of, normal
 
 
 @on_ranks(2, 3)

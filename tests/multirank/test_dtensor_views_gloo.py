@@ -8,7 +8,7 @@ import torch
 import disttrain
 from disttrain.dtensor import Replicate, Shard
 from disttrain.testing.pytest_plugin import on_ranks
-from tests.dtensor_cases import check_same, counted, laid
+from tests.cases.dtensors import check_same, counted, laid
 
 DTYPES = [torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from disttrain.testing.pytest_plugin import on_ranks
-from tests.collective_cases import CASES
-from tests.object_cases import CASES as OBJECT_CASES
+from tests.cases.collectives import CASES
+from tests.cases.objects import CASES as OBJECT_CASES
 
 
 @on_ranks(2, 3, 4)

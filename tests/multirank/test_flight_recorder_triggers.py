@@ -20,7 +20,7 @@ from disttrain.settings import FLIGHT_DIR
 from disttrain.store import HashStore, TCPStore
 
 if TYPE_CHECKING:
-    from tests.warm_python import WarmPython
+    from tests.forkserver.server import WarmPython
 
 WORLD_SIZE = 3
 LIMIT_S = 60.0

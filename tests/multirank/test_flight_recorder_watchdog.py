@@ -15,7 +15,7 @@ from disttrain.flight_recorder.dumps.ring_reader import read_ring
 from disttrain.store import TCPStore
 
 if TYPE_CHECKING:
-    from tests.warm_python import WarmPython
+    from tests.forkserver.server import WarmPython
 
 WORLD_SIZE = 2
 LIMIT_S = 60.0

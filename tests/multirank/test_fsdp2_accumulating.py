@@ -13,7 +13,7 @@ from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard, dis
 from disttrain.errors import ShardingError
 from disttrain.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from disttrain.testing.pytest_plugin import on_ranks
-from tests.fsdp2_cases import SCATTER, assert_same_gradients, backward_of_both, own_rows, pair, recorded, sharded
+from tests.cases.fsdp2 import SCATTER, assert_same_gradients, backward_of_both, own_rows, pair, recorded, sharded
 from tests.multirank import models
 
 

@@ -14,7 +14,7 @@ from disttrain.dtensor import DTensor
 from disttrain.errors import ShardingError
 from disttrain.fsdp2 import MixedPrecisionPolicy, fully_shard
 from disttrain.testing.pytest_plugin import on_ranks
-from tests.fsdp2_cases import assert_same_gradients, backward_of_both, own_rows, sharded
+from tests.cases.fsdp2 import assert_same_gradients, backward_of_both, own_rows, sharded
 from tests.multirank import models
 
 

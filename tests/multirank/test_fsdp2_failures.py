@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import disttrain
 from disttrain.errors import CollectiveMismatchError, GroupError, ShardingError
 from disttrain.testing.pytest_plugin import on_ranks
-from tests.fsdp2_cases import assert_same_gradients, backward_of_both, own_rows, pair
+from tests.cases.fsdp2 import assert_same_gradients, backward_of_both, own_rows, pair
 from tests.multirank import models
 
 

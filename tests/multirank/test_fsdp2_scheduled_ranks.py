@@ -10,7 +10,7 @@ import pytest
 import disttrain
 from disttrain.fsdp2 import CPUOffloadPolicy, TransferPolicy, share_comm_ctx
 from disttrain.testing.pytest_plugin import on_ranks
-from tests.scheduled_cases import (
+from tests.cases.fsdp2_scheduled import (
     ONE_F_ONE_B,
     ZERO_BUBBLE,
     Pipeline,

@@ -12,7 +12,7 @@ from disttrain.fsdp2 import TransferCost, TransferPolicy
 from disttrain.fsdp2.state import state_of
 from disttrain.fsdp2.transfers import forms
 from disttrain.testing.pytest_plugin import on_ranks
-from tests.fsdp2_cases import SCATTER, assert_same_gradients, own_rows, pair, recorded, sharded
+from tests.cases.fsdp2 import SCATTER, assert_same_gradients, own_rows, pair, recorded, sharded
 from tests.multirank import models
 
 

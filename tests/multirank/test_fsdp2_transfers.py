@@ -19,7 +19,7 @@ from disttrain.fsdp2.state import state_of
 from disttrain.fsdp2.transfers import forms
 from disttrain.process_group import Call, current_world
 from disttrain.testing.pytest_plugin import on_ranks
-from tests.fsdp2_cases import SCATTER, Halved, recorded
+from tests.cases.fsdp2 import SCATTER, Halved, recorded
 from tests.multirank import models
 
 FORMS = {

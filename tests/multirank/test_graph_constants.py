@@ -17,7 +17,7 @@ from disttrain.process_group import World, entered_world
 from disttrain.process_group import functional as F
 from disttrain.store import HashStore
 from disttrain.testing.pytest_plugin import on_ranks
-from tests.sharding_cases import mesh_of, normal
+from tests.cases.shardings import mesh_of, normal
 
 pytestmark = pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo hides constants in objects of its own")
 

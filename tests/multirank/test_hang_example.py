@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from disttrain.flight_recorder.analysis.verdict import Kind
 from disttrain.flight_recorder.cli import main
-from tests.launching import EXAMPLES, launched
+from tests.surroundings.launching import EXAMPLES, launched
 
 if TYPE_CHECKING:
-    from tests.warm_python import WarmPython
+    from tests.forkserver.server import WarmPython
 
 SCRIPT = EXAMPLES / "hang.py"
 

@@ -17,8 +17,8 @@ from disttrain.errors import BackendError, ShapeError
 from disttrain.fsdp2 import fully_shard
 from disttrain.kernels import AdamW, linear_cross_entropy, loss_from_head, use_kernels
 from disttrain.testing.pytest_plugin import on_ranks
-from tests.kernel_cases import drawn
-from tests.sharding_cases import mesh_of
+from tests.cases.kernels import drawn
+from tests.cases.shardings import mesh_of
 
 NUM_CLASSES = 7
 TARGET = torch.tensor([0, 3, -100, 6, 2])

@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.launching import EXAMPLES, launched
+from tests.surroundings.launching import EXAMPLES, launched
 
 if TYPE_CHECKING:
-    from tests.warm_python import WarmPython
+    from tests.forkserver.server import WarmPython
 
 
 def test_elastic(tmp_path: Path, warm_python: WarmPython) -> None:

@@ -18,7 +18,7 @@ import torch
 
 import disttrain
 from disttrain.testing import RankPool, run_threads
-from tests.network_hosts import Switch
+from tests.surroundings.network_hosts import Switch
 
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
 FLAGS = "--parallelisms fsdp tp hsdp --shapes 32x2 --heads 4 --vocab 32 --seq 8 --rounds 2 --warmups 0"

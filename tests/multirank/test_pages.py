@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from disttrain.testing import RankPool
-from tests import doc_pages
-from tests.doc_commands import missing_files, problems
-from tests.doc_pages import PAGES, ROOT, Block, blocks, commands_with_output, compiled, setup_of
-from tests.launching import environment
+from tests.pages import code
+from tests.pages.code import PAGES, ROOT, Block, blocks, commands_with_output, compiled, setup_of
+from tests.pages.commands import missing_files, problems
+from tests.surroundings.launching import environment
 
 if TYPE_CHECKING:
-    from tests.warm_python import WarmPython
+    from tests.forkserver.server import WarmPython
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 
@@ -26,7 +26,7 @@ def _named(block: Block) -> str:
 @pytest.mark.parametrize("page", sorted({block.page for block in BLOCKS if block.is_run}))
 def test_the_code_of_a_page_runs(page: str, rank_pool: RankPool, tmp_path: Path) -> None:
     num_ranks = getattr(setup_of(page), "NUM_RANKS", 2)
-    rank_pool.run(num_ranks, doc_pages.run_page, {"page": page, "folder": str(tmp_path)})
+    rank_pool.run(num_ranks, code.run_page, {"page": page, "folder": str(tmp_path)})
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "python"], ids=_named)

@@ -12,7 +12,7 @@ from disttrain.mesh import DeviceMesh, init_device_mesh
 from disttrain.pipelining import PipelineSchedule, PipelineStage, make_schedule
 from disttrain.testing import run_threads
 from disttrain.testing.pytest_plugin import on_ranks
-from tests.pipeline_ranks import DIM, rows
+from tests.cases.pipelines import DIM, rows
 
 # How each stage's weight lies. What stages return is then cut, a sum whose parts the ranks hold, or whole.
 LAYOUTS: list[Placement] = [Shard(0), Shard(1), Shard(0), Replicate()]

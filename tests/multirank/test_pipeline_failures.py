@@ -21,10 +21,10 @@ from disttrain.errors import DisttrainError, ScheduleError
 from disttrain.pipelining import PipelineSchedule, PipelineStage, get_schedule_class
 from disttrain.store import TCPStore
 from disttrain.testing.pytest_plugin import on_ranks
-from tests.pipeline_ranks import mean_square, mlp, rows
+from tests.cases.pipelines import mean_square, mlp, rows
 
 if TYPE_CHECKING:
-    from tests.warm_python import WarmPython
+    from tests.forkserver.server import WarmPython
 
 SECONDS = 20
 """Much more than it takes, and much less than the timeout."""

@@ -8,7 +8,7 @@ from disttrain.pipelining import PipelineStage, ScheduleZBVZeroBubble, lower, ma
 from disttrain.pipelining.schedule.action import MESSAGES
 from disttrain.process_group.watching.observer import Call
 from disttrain.testing import run_threads
-from tests.pipeline_ranks import mlp, rows
+from tests.cases.pipelines import mlp, rows
 
 
 class _Seen:

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import disttrain
 from disttrain.pipelining import PipelineSchedule, PipelineStage, Schedule, lower, make_schedule, peaks
 from disttrain.testing import run_threads
-from tests.pipeline_ranks import DIM, mean_square, mlp, rows
+from tests.cases.pipelines import DIM, mean_square, mlp, rows
 
 
 def runner_of(plan: Schedule, stages: dict[int, nn.Module]) -> PipelineSchedule:

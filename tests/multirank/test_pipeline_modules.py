@@ -14,7 +14,7 @@ import disttrain
 from disttrain.errors import DisttrainError
 from disttrain.pipelining import Microbatches, PipelineSchedule, PipelineStage, make_schedule
 from disttrain.testing import run_threads
-from tests.pipeline_ranks import DIM, Case, mean_square, mlp, rows, run_rank, run_whole, same_as_whole
+from tests.cases.pipelines import DIM, Case, mean_square, mlp, rows, run_rank, run_whole, same_as_whole
 
 SCHEDULES = ["1F1B", "ZB-H1"]
 

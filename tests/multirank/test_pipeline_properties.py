@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from disttrain.pipelining import Action, Op, Placement, Schedule
-from tests.pipeline_ranks import DIM, Case, same_as_whole
+from tests.cases.pipelines import DIM, Case, same_as_whole
 
 VOCAB = 9
 

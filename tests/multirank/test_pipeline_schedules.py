@@ -17,7 +17,7 @@ from disttrain.errors import ScheduleError
 from disttrain.pipelining import Costs, Schedule, from_csv, make_schedule, search
 from disttrain.pipelining.schedule.catalogue import RECIPES
 from disttrain.testing.pytest_plugin import on_ranks
-from tests.pipeline_ranks import Case, assert_same_state, close, mlp, rows, run_rank, run_whole, same_as_whole
+from tests.cases.pipelines import Case, assert_same_state, close, mlp, rows, run_rank, run_whole, same_as_whole
 
 
 def _all() -> list[Schedule]:

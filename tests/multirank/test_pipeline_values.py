@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from disttrain.pipelining import TensorChunkSpec
-from tests.pipeline_ranks import DIM, Case, mean_square, mlp, rows, same_as_whole
+from tests.cases.pipelines import DIM, Case, mean_square, mlp, rows, same_as_whole
 
 SCHEDULES = ["1F1B", "ZB-H1"]
 

@@ -24,7 +24,7 @@ from disttrain.pipelining import (
     split_blocks,
 )
 from disttrain.testing import run_threads
-from tests.pipeline_ranks import DIM, Case, Result, close, mlp, rows, same_as_whole
+from tests.cases.pipelines import DIM, Case, Result, close, mlp, rows, same_as_whole
 
 PLANS = [("1F1B", 4, 1), ("ZB-H1", 4, 1), ("Interleaved1F1B", 2, 2), ("ZBV", 2, 2), ("LoopedBFS", 1, 4)]
 KINDS = [f"{name}-{num_ranks}x{per_rank}" for name, num_ranks, per_rank in PLANS]

@@ -18,7 +18,7 @@ import disttrain
 from disttrain.testing import RankPool, forks, pool
 from disttrain.testing.forks import RankParent
 from disttrain.testing.pool import RankError
-from tests.warm_pool import warm_pool
+from tests.forkserver.pool import warm_pool
 
 
 def answer(value: int) -> int:

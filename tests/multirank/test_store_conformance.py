@@ -25,8 +25,8 @@ from disttrain.errors import (
 )
 from disttrain.store import FileStore, HashStore, PrefixStore, Store, TCPStore, new_token
 from disttrain.store.serving import process
-from tests.warm_process import WarmProcess
-from tests.warm_python import WarmPython
+from tests.forkserver.process import WarmProcess
+from tests.forkserver.server import WarmPython
 
 ENGINES = [engine for engine in ("pyuv", "uvloop") if importlib.util.find_spec(engine)]
 KINDS = [*(f"tcp-{engine}" for engine in ENGINES), "tls", "file", "hash"]

@@ -19,7 +19,7 @@ from disttrain.errors import StoreConnectionError, StoreTimeoutError
 from disttrain.store import Certificates, Following, ServerProcess, TCPStore, new_token, spawn_server
 from disttrain.store.protocol.limits import Limits
 from disttrain.store.standby.elector import BEAT_S, Elector
-from tests.authority import Authority
+from tests.surroundings.authority import Authority
 
 ENGINES = [engine for engine in ("pyuv", "uvloop") if importlib.util.find_spec(engine)]
 HOST = "127.0.0.1"

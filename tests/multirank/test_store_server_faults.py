@@ -21,7 +21,7 @@ from disttrain.errors import StoreConnectionError, StoreError, StoreTimeoutError
 from disttrain.store import Limits, ServerProcess, TCPStore, new_token, spawn_server
 from disttrain.store.connection.dial import Dialer, Link
 from disttrain.store.protocol.wire import Op, encode
-from tests.authority import Authority
+from tests.surroundings.authority import Authority
 
 ENGINES = [engine for engine in ("pyuv", "uvloop") if importlib.util.find_spec(engine)]
 GONE_S = 10.0

@@ -28,7 +28,7 @@ from disttrain.errors import (
 from disttrain.store import Certificates, ServerProcess, TCPStore, new_token, spawn_server
 from disttrain.store.tls.records import Tunnel, make_context
 from disttrain.store.tls.socket import ClientTls
-from tests.authority import Authority
+from tests.surroundings.authority import Authority
 
 ENGINES = [engine for engine in ("pyuv", "uvloop") if importlib.util.find_spec(engine)]
 LONG_S = 60.0

@@ -18,7 +18,7 @@ from disttrain.fsdp2 import MixedPrecisionPolicy, fully_shard
 from disttrain.mesh import DeviceMesh
 from disttrain.testing import run_threads
 from disttrain.tp import ColwiseParallel, RowwiseParallel, parallelize_module
-from tests.tp_cases import Decoder, check_gradients, decoder_plan
+from tests.cases.tensor_parallel import Decoder, check_gradients, decoder_plan
 
 VOCAB = 16
 SGD = lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)  # noqa: E731

@@ -20,7 +20,7 @@ from disttrain.tp import (
     parallelize_module,
     vocab_parallel_cross_entropy,
 )
-from tests.tp_cases import (
+from tests.cases.tensor_parallel import (
     Attention,
     Decoder,
     Feeding,

@@ -10,7 +10,7 @@ import disttrain
 from disttrain.dtensor import DTensor, Shard
 from disttrain.testing.pytest_plugin import on_ranks
 from disttrain.tp import SequenceParallel, parallelize_module
-from tests.tp_cases import scattered
+from tests.cases.tensor_parallel import scattered
 
 
 @pytest.mark.parametrize("as_dtensor", [False, True])

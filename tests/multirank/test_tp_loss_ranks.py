@@ -15,7 +15,7 @@ from disttrain.errors import BackendError, ShapeError
 from disttrain.testing.pytest_plugin import on_ranks
 from disttrain.tp.loss.context import loss_parallel
 from disttrain.tp.loss.vocab_parallel import vocab_parallel_cross_entropy
-from tests.sharding_cases import mesh_of, normal
+from tests.cases.shardings import mesh_of, normal
 
 TARGET = torch.tensor([0, 3, -100, 6, 2])
 WEIGHT = normal(7, seed=3).square().float()

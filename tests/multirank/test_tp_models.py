@@ -23,7 +23,7 @@ from disttrain.tp import (
     parallelize_module,
     plan_for,
 )
-from tests.tp_cases import check_gradients
+from tests.cases.tensor_parallel import check_gradients
 
 VOCAB, HEAD_DIM = 37, 2
 NUM_STEPS = 2

@@ -14,7 +14,7 @@ from disttrain.dtensor import Shard
 from disttrain.errors import MeshError
 from disttrain.testing.pytest_plugin import on_ranks
 from disttrain.tp import ColwiseParallel, PrepareModuleInput, RowwiseParallel, own_randomness, parallelize_module
-from tests.tp_cases import check_gradients
+from tests.cases.tensor_parallel import check_gradients
 
 
 def tp_mesh() -> disttrain.DeviceMesh:

@@ -15,7 +15,7 @@ from disttrain.fsdp2 import fully_shard
 from disttrain.mesh import DeviceMesh
 from disttrain.testing import run_threads
 from disttrain.tp import parallelize_module
-from tests.tp_cases import Decoder, decoder_plan
+from tests.cases.tensor_parallel import Decoder, decoder_plan
 
 TOKENS = torch.arange(32).view(4, 8) % 16
 

@@ -18,11 +18,11 @@ import train_llama
 
 import disttrain
 from disttrain.testing import RankPool
-from tests.launching import EXAMPLES, command, environment
-from tests.llama_cases import trained
+from tests.cases.llama import trained
+from tests.surroundings.launching import EXAMPLES, command, environment
 
 if TYPE_CHECKING:
-    from tests.warm_python import WarmPython
+    from tests.forkserver.server import WarmPython
 
 SCRIPT = EXAMPLES / "train_llama.py"
 TINY = ("--model", "tiny", "--data", str(SCRIPT.parent), "--seq", "32", "--batch", "4", "--seed", "1")

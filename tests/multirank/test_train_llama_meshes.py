@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from disttrain.testing import RankPool
-from tests.llama_cases import SMALL, losses, trained, write_text
+from tests.cases.llama import SMALL, losses, trained, write_text
 
 RUN = (*SMALL, "--steps", "3", "--eval-every", "3", "--sample", "2")
 MESHES = {

@@ -15,7 +15,7 @@ import disttrain
 from disttrain.pipelining import make_schedule
 from disttrain.testing import RankPool
 from disttrain.testing.pytest_plugin import on_ranks
-from tests.llama_cases import SIZES, losses, trained, write_text
+from tests.cases.llama import SIZES, losses, trained, write_text
 
 RUN = ("--model", f"{SIZES},is_tied=true", "--seq", "16", "--batch", "16", "--lr", "0.01", "--seed", "1")
 RUN += ("--dtype", "fp64", "--steps", "4", "--eval-every", "4", "--sample", "0")

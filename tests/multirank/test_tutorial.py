@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.doc_commands import OURS
-from tests.doc_pages import NOT_RUN, blocks, commands_with_output
-from tests.launching import LIMIT_S, environment, launcher
+from tests.pages.code import NOT_RUN, blocks, commands_with_output
+from tests.pages.commands import OURS
+from tests.surroundings.launching import LIMIT_S, environment, launcher
 
 if TYPE_CHECKING:
-    from tests.warm_python import WarmPython
+    from tests.forkserver.server import WarmPython
 
 PAGE = "docs/tutorial.md"
 PROGRAMS = {"python": [sys.executable], **{name: [sys.executable, "-m", module] for name, module in OURS.items()}}

@@ -13,8 +13,8 @@ from disttrain.dtensor._torch import OpOverload
 from disttrain.dtensor.spec.placement import NormPartial
 from disttrain.errors import LayoutError
 from disttrain.testing import run_threads
-from tests.sharding_cases import mesh_of
-from tests.write_cases import KINDS, in_parts
+from tests.cases.shardings import mesh_of
+from tests.cases.writes import KINDS, in_parts
 
 MAY_REFUSE = {"aten::_foreach_max", "aten::_foreach_powsum"}
 """Those that reduce, but for norms."""

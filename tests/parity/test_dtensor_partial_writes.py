@@ -17,9 +17,9 @@ from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard, dis
 from disttrain.dtensor._torch import OpOverload
 from disttrain.dtensor.spec.placement import NormPartial
 from disttrain.testing import run_threads
+from tests.cases.shardings import mesh_of
+from tests.cases.writes import KINDS, arguments, in_parts, writing_operators
 from tests.dtensor_ops.judge import _RankRandom
-from tests.sharding_cases import mesh_of
-from tests.write_cases import KINDS, arguments, in_parts, writing_operators
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

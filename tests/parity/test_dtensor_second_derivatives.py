@@ -11,10 +11,10 @@ from torch.utils._pytree import tree_leaves
 
 from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard
 from disttrain.testing import run_threads
+from tests.cases.shardings import mesh_of
 from tests.dtensor_ops.cases import Call, calls_of, can_be_added, with_tensors
 from tests.dtensor_ops.infos import info_named
 from tests.dtensor_ops.judge import distributed
-from tests.sharding_cases import mesh_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -14,7 +14,7 @@ from llama.model import Llama
 from llama.tokens import read_tokens
 
 from disttrain.testing import RankPool
-from tests.llama_cases import SIZES, losses, trained, write_text
+from tests.cases.llama import SIZES, losses, trained, write_text
 
 NUM_STEPS, BATCH_SIZE, LENGTH, SEED, HIGHEST_RATE = 12, 8, 32, 3, 0.01
 TOLERANCE = 1e-5

@@ -18,7 +18,7 @@ from disttrain.checkpoint.cli import main
 from disttrain.checkpoint.interop import convert, load_dcp, load_safetensors, load_torch, save_dcp, save_safetensors
 from disttrain.checkpoint.storage.base import ReadableFile
 from disttrain.errors import CheckpointError
-from tests.foreign_cases import as_bytes, nested, tensors
+from tests.cases.checkpoints import as_bytes, nested, tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

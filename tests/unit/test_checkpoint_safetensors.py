@@ -11,7 +11,7 @@ import torch
 
 from disttrain.checkpoint.interop import load_safetensors, save_safetensors
 from disttrain.errors import CheckpointError
-from tests.foreign_cases import as_bytes, tensors
+from tests.cases.checkpoints import as_bytes, tensors
 
 
 def test_what_safetensors_saved_is_loaded(tmp_path: Path) -> None:

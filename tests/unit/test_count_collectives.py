@@ -16,7 +16,7 @@ from disttrain.kernels.optimizers.total_norm import total_norm
 from disttrain.mesh import DeviceMesh
 from disttrain.testing import run_threads
 from disttrain.tp import ColwiseParallel, RowwiseParallel, parallelize_module
-from tests.sharding_cases import laid_out, mesh_of, normal
+from tests.cases.shardings import laid_out, mesh_of, normal
 
 WAYS: list[tuple[Placement, ...]] = [(Shard(0),), (Shard(1),), (Replicate(),)]
 

@@ -10,7 +10,7 @@ import torch
 
 from disttrain.dtensor import Shard
 from disttrain.testing import run_threads
-from tests.sharding_cases import check, collectives_of, laid_out, mesh_of, normal
+from tests.cases.shardings import check, collectives_of, laid_out, mesh_of, normal
 
 linalg = torch.linalg
 

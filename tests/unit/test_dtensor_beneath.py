@@ -14,7 +14,7 @@ import disttrain
 from disttrain.dtensor import DTensor, Replicate, Shard, distribute_tensor, implicit_replication
 from disttrain.errors import LayoutError
 from disttrain.testing import run_threads
-from tests.sharding_cases import check, laid_out, mesh_of, normal
+from tests.cases.shardings import check, laid_out, mesh_of, normal
 
 pytestmark = pytest.mark.filterwarnings("ignore:disttrain.dtensor:UserWarning", "ignore:A window was not provided")
 

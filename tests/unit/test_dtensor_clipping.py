@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 import disttrain
 from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard, StridedShard, distribute_tensor
 from disttrain.testing import run_threads
-from tests.sharding_cases import laid_out, mesh_of, normal
+from tests.cases.shardings import laid_out, mesh_of, normal
 
 SHAPES = [(5, 3), (4, 6), (7,), (1, 2), ()]
 CLIPPED = [

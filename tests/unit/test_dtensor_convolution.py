@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from disttrain.dtensor import Replicate, Shard, distribute_tensor
 from disttrain.testing import run_threads
-from tests.sharding_cases import check, mesh_of, normal
+from tests.cases.shardings import check, mesh_of, normal
 
 IMAGES, LINES = normal(3, 4, 5, 5), normal(3, 3, 7)
 

@@ -14,7 +14,7 @@ import disttrain
 from disttrain import kernels
 from disttrain.dtensor import Partial, Placement, Replicate, Shard
 from disttrain.testing import run_threads
-from tests.dtensor_cases import counted, laid
+from tests.cases.dtensors import counted, laid
 
 
 def test_a_list_is_counted_as_written_to() -> None:

@@ -12,7 +12,7 @@ import torch
 import disttrain
 from disttrain.dtensor import DTensor, Shard
 from disttrain.testing import run_threads
-from tests.sharding_cases import check, collectives_of, laid_out, mesh_of, normal
+from tests.cases.shardings import check, collectives_of, laid_out, mesh_of, normal
 
 WHOLES = [normal(5, 4), normal(2, 3, seed=1), normal(1, 2), torch.full((4,), 3.0)]
 

@@ -10,7 +10,7 @@ import torch
 from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard, implicit_replication
 from disttrain.errors import LayoutError
 from disttrain.testing import run_threads
-from tests.sharding_cases import laid_out, mesh_of, normal
+from tests.cases.shardings import laid_out, mesh_of, normal
 
 X = normal(5, 3)
 LAYOUTS: tuple[Placement, ...] = (Shard(0), Shard(1), Replicate(), Partial())

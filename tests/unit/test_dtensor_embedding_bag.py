@@ -11,7 +11,7 @@ from torch.nn import functional
 from disttrain.dtensor import Partial, Placement, Replicate, Shard
 from disttrain.errors import LayoutError
 from disttrain.testing import run_threads
-from tests.sharding_cases import check, collectives_of, laid_out, mesh_of, normal
+from tests.cases.shardings import check, collectives_of, laid_out, mesh_of, normal
 
 INDICES = torch.tensor([1, 2, 3, 2, 5, 6, 1])
 OFFSETS, ENDS = torch.tensor([0, 2, 2, 5]), torch.tensor([0, 2, 2, 7])

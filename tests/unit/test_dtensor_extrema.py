@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from disttrain.testing import run_threads
-from tests.dtensor_cases import check_same, placements_of
-from tests.sharding_cases import mesh_of
+from tests.cases.dtensors import check_same, placements_of
+from tests.cases.shardings import mesh_of
 
 TIED = torch.tensor([[1.0, 2, 2], [2, 2, 1], [2, 0, 2], [1, 1, 1], [2, 2, 2]], dtype=torch.float64)
 ONE_ROW = TIED[:1]

@@ -13,8 +13,8 @@ import disttrain
 from disttrain.dtensor import CommDebugMode, DTensor, Partial, Replicate, Shard, distribute_tensor
 from disttrain.fsdp2 import fully_shard
 from disttrain.testing import run_threads
-from tests.dtensor_cases import laid
-from tests.sharding_cases import mesh_of, normal
+from tests.cases.dtensors import laid
+from tests.cases.shardings import mesh_of, normal
 
 SCALE = torch.tensor(1 / 8)
 

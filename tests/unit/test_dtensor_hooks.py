@@ -23,7 +23,7 @@ from disttrain.errors import LayoutError
 from disttrain.mesh import DeviceMesh
 from disttrain.process_group import count_collectives
 from disttrain.testing import run_threads
-from tests.sharding_cases import mesh_of, normal
+from tests.cases.shardings import mesh_of, normal
 
 X = normal(5, 3)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from disttrain.dtensor import DTensor
-from tests.sharding_cases import check, normal
+from tests.cases.shardings import check, normal
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no sharding rule")
 

@@ -12,7 +12,7 @@ import torch
 import disttrain
 from disttrain.dtensor import CommDebugMode, DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from disttrain.testing import run_threads
-from tests.layout_cases import Case, integers, normal, right
+from tests.cases.layouts import Case, integers, normal, right
 
 MESHES = [(3,), (6,), (2, 2), (1, 3), (2, 1)]
 aten = torch.ops.aten

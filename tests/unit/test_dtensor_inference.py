@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from disttrain.dtensor import Replicate, Shard
 from disttrain.testing import run_threads
-from tests.sharding_cases import check, collectives_of, laid_out, mesh_of, normal
+from tests.cases.shardings import check, collectives_of, laid_out, mesh_of, normal
 
 FUNCTIONS: dict[str, tuple[Callable[..., Any], list[torch.Tensor]]] = {
     "linear": (functional.linear, [normal(6, 4), normal(3, 4), normal(3)]),

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from disttrain.dtensor import Placement, Replicate, Shard
 from disttrain.testing import run_threads
-from tests.sharding_cases import check, collectives_of, laid_out, mesh_of, normal
+from tests.cases.shardings import check, collectives_of, laid_out, mesh_of, normal
 
 aten = torch.ops.aten
 

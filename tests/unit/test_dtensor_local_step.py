@@ -15,7 +15,7 @@ from torch import optim
 import disttrain
 from disttrain.dtensor import DTensor, Replicate, Shard, distribute_tensor
 from disttrain.testing import run_threads
-from tests.dtensor_cases import counted
+from tests.cases.dtensors import counted
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no sharding rule")
 

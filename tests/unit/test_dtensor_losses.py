@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from disttrain.dtensor import Partial, Replicate, Shard
 from disttrain.testing import run_threads
-from tests.sharding_cases import check, collectives_of, laid_out, mesh_of, normal
+from tests.cases.shardings import check, collectives_of, laid_out, mesh_of, normal
 
 A, B = normal(5, 3), normal(5, 3, seed=1)
 TARGET = torch.tensor([2, 0, -100, 1, 1])

@@ -26,7 +26,7 @@ from disttrain.dtensor import (
 from disttrain.errors import CollectiveMismatchError, LayoutError
 from disttrain.mesh import DeviceMesh
 from disttrain.testing import run_threads
-from tests.sharding_cases import collectives_of, laid_out, mesh_of, normal
+from tests.cases.shardings import collectives_of, laid_out, mesh_of, normal
 
 
 def cut_all(placement: Placement) -> Callable[[str, nn.Module, DeviceMesh], None]:

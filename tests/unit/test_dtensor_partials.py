@@ -13,7 +13,7 @@ import disttrain
 from disttrain.dtensor import DTensor, Partial, Replicate, Shard
 from disttrain.mesh import DeviceMesh
 from disttrain.testing import run_threads
-from tests.sharding_cases import mesh_of
+from tests.cases.shardings import mesh_of
 
 PAIRS = (("sum", "max"), ("avg", "sum"), ("max", "min"), ("sum", "avg"), ("product", "sum"))
 

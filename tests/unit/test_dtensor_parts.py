@@ -9,7 +9,7 @@ import disttrain
 from disttrain.dtensor import CommDebugMode, DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from disttrain.errors import LayoutError
 from disttrain.testing import run_threads
-from tests.sharding_cases import collectives_of, mesh_of, normal
+from tests.cases.shardings import collectives_of, mesh_of, normal
 
 X = normal(5, 3)
 

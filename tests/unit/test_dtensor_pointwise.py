@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import disttrain
 from disttrain.dtensor import CommDebugMode, DTensor, Partial, Placement, Replicate, Shard
 from disttrain.testing import run_threads
-from tests.layout_cases import Case, integers, normal, part, right
+from tests.cases.layouts import Case, integers, normal, part, right
 
 MESHES = [(3,), (6,), (2, 3), (1, 3), (2, 1)]
 

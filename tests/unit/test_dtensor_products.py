@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard
 from disttrain.testing import run_threads
-from tests.sharding_cases import check, collectives_of, laid_out, mesh_of, normal
+from tests.cases.shardings import check, collectives_of, laid_out, mesh_of, normal
 
 aten = torch.ops.aten
 

@@ -21,7 +21,7 @@ from disttrain.dtensor import (
 )
 from disttrain.errors import RankMismatchError
 from disttrain.testing import run_threads
-from tests.sharding_cases import mesh_of, normal
+from tests.cases.shardings import mesh_of, normal
 
 
 def rank() -> int:

@@ -12,7 +12,7 @@ import torch
 import disttrain
 from disttrain.dtensor import CommDebugMode, DTensor, Partial, Replicate, Shard, distribute_tensor
 from disttrain.testing import run_threads
-from tests.layout_cases import Case, integers, normal, right
+from tests.cases.layouts import Case, integers, normal, right
 
 # Three ranks cut 5 rows unevenly; six leave one without any, and in 2 x 3 some have rows without columns.
 MESHES = [(3,), (6,), (2, 3), (1, 3), (2, 1)]

@@ -13,7 +13,7 @@ import torch
 import disttrain
 from disttrain.dtensor import Partial, Placement, Replicate, Shard
 from disttrain.testing import run_threads
-from tests.dtensor_cases import laid
+from tests.cases.dtensors import laid
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no sharding rule")
 Lay = Callable[[torch.Tensor, Sequence[Placement]], Any]

@@ -22,7 +22,7 @@ from disttrain.dtensor.rules import CUSTOM
 from disttrain.dtensor.spec.layout import forget_plans
 from disttrain.errors import LayoutError
 from disttrain.testing import run_threads
-from tests.sharding_cases import check, mesh_of, normal
+from tests.cases.shardings import check, mesh_of, normal
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no sharding rule")
 

@@ -10,7 +10,7 @@ import torch
 from disttrain.dtensor import Placement, Replicate, Shard
 from disttrain.errors import LayoutError
 from disttrain.testing import run_threads
-from tests.sharding_cases import check, laid_out, mesh_of, normal
+from tests.cases.shardings import check, laid_out, mesh_of, normal
 
 pytestmark = pytest.mark.filterwarnings("ignore:disttrain.dtensor:UserWarning")
 

@@ -10,8 +10,8 @@ import torch
 from torch import fft
 
 from disttrain.testing import run_threads
-from tests.dtensor_cases import check_same, counted, placements_of
-from tests.sharding_cases import check, mesh_of, normal
+from tests.cases.dtensors import check_same, counted, placements_of
+from tests.cases.shardings import check, mesh_of, normal
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no sharding rule")
 

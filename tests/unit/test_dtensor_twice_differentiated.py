@@ -12,7 +12,7 @@ from torch.nn import functional
 from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from disttrain.mesh import DeviceMesh
 from disttrain.testing import run_threads
-from tests.sharding_cases import collectives_of, laid_out, mesh_of, normal
+from tests.cases.shardings import collectives_of, laid_out, mesh_of, normal
 
 X = normal(5, 3)
 

@@ -15,7 +15,7 @@ from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard, Str
 from disttrain.dtensor.rules.reshape import groups_of
 from disttrain.errors import LayoutError
 from disttrain.testing import run_threads
-from tests.dtensor_cases import check_same, collectives_of, counted, laid, placements_of
+from tests.cases.dtensors import check_same, collectives_of, counted, laid, placements_of
 
 WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
     "select": lambda t: t[0].add_(1),

@@ -11,7 +11,7 @@ import torch
 import disttrain
 from disttrain.dtensor import Partial, Placement, Shard, StridedShard
 from disttrain.testing import run_threads
-from tests.dtensor_cases import check_same, counted, placements_of
+from tests.cases.dtensors import check_same, counted, placements_of
 
 View = Callable[[torch.Tensor], Any]
 

@@ -14,9 +14,9 @@ from disttrain.dtensor.spec.placement import NormPartial
 from disttrain.errors import LayoutError
 from disttrain.mesh import DeviceMesh
 from disttrain.testing import run_threads
-from tests import view_programs
-from tests.dtensor_cases import collectives_of, counted, laid
-from tests.view_programs import faults_of, program_of
+from tests.cases.dtensors import collectives_of, counted, laid
+from tests.view_programs import programs as view_programs
+from tests.view_programs.programs import faults_of, program_of
 
 View = Callable[[Any], Any]
 

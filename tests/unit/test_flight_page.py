@@ -26,7 +26,7 @@ from disttrain.flight_recorder.views.graph import MAX_BOXES, boxes_of, draw_grap
 from disttrain.flight_recorder.views.page import as_html
 from disttrain.flight_recorder.views.stacks import stack_groups
 from disttrain.flight_recorder.views.trace import trace_events
-from tests.flight_job import job
+from tests.flight_corpus.job import job
 from tests.unit.flight_ranks import Rank
 
 EVIL = "</script><img src=x onerror=alert(1)>&'\"\u2028\ud800"

@@ -30,7 +30,7 @@ from disttrain.fsdp2 import (
 from disttrain.fsdp2.transfers import forms
 from disttrain.process_group import Call, World, entered_world
 from disttrain.store import HashStore
-from tests.fsdp2_cases import Halved
+from tests.cases.fsdp2 import Halved
 
 # torch warns of Intel GPUs when oneDNN is switched off.
 pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration:UserWarning")

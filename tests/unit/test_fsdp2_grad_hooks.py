@@ -16,7 +16,7 @@ from disttrain.fsdp2.grads.reduced import to_host
 from disttrain.fsdp2.state import state_of
 from disttrain.fsdp2.transfers.comm import Comm
 from disttrain.testing import run_threads
-from tests.fsdp2_cases import small_parts
+from tests.cases.fsdp2 import small_parts
 from tests.multirank import models
 
 PLAIN = models.TinyModel().double().init(0)

@@ -19,7 +19,7 @@ from disttrain.fsdp2.machine.unit import (
     release,
     wait_for_unshard,
 )
-from tests.fsdp2_machines import CommandFailed, Module, Parameter, Parameters, Rank, groups_of, random_model
+from tests.state_machines.fully_shard import CommandFailed, Module, Parameter, Parameters, Rank, groups_of, random_model
 
 
 class Step:

@@ -15,9 +15,8 @@ from disttrain.fsdp2.state import state_of
 from disttrain.pipelining import Backward, split_layers
 from disttrain.testing import run_threads
 from disttrain.tp import parallelize_module
-from tests.fsdp2_cases import SCATTER, recorded
-from tests.multirank import models
-from tests.scheduled_cases import (
+from tests.cases.fsdp2 import SCATTER, recorded
+from tests.cases.fsdp2_scheduled import (
     ONE_F_ONE_B,
     ZERO_BUBBLE,
     Pipeline,
@@ -29,7 +28,8 @@ from tests.scheduled_cases import (
     shard,
     two_stages,
 )
-from tests.tp_cases import Decoder, check_gradients, decoder_plan
+from tests.cases.tensor_parallel import Decoder, check_gradients, decoder_plan
+from tests.multirank import models
 
 GATHER = "all_gather_into_tensor"
 

@@ -15,9 +15,8 @@ from disttrain.fsdp2 import MixedPrecisionPolicy, fully_shard, share_comm_ctx
 from disttrain.fsdp2.state import state_of
 from disttrain.process_group import Call
 from disttrain.testing import run_threads
-from tests.fsdp2_cases import SCATTER, recorded
-from tests.multirank import models
-from tests.scheduled_cases import (
+from tests.cases.fsdp2 import SCATTER, recorded
+from tests.cases.fsdp2_scheduled import (
     ONE_F_ONE_B,
     ZERO_BUBBLE,
     Pipeline,
@@ -29,6 +28,7 @@ from tests.scheduled_cases import (
     shard,
     two_stages,
 )
+from tests.multirank import models
 
 GATHER = "all_gather_into_tensor"
 

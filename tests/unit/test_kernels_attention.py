@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from disttrain.errors import ShapeError
 from disttrain.kernels import Alibi, Causal, Documents, Prefix, SlidingWindow, SoftCap, attention
-from tests.attention_cases import NAMES, rule_called, tensors, wished
-from tests.kernel_cases import judge, values_and_grads
+from tests.cases.attention import NAMES, rule_called, tensors, wished
+from tests.cases.kernels import judge, values_and_grads
 
 
 @pytest.mark.parametrize("name", NAMES)

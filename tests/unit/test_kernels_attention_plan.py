@@ -18,7 +18,7 @@ from disttrain.kernels.attention.flex import _KEPT, _NUM_KEPT, block_masks, flex
 from disttrain.kernels.attention.plan import Call, Machine, candidates, serving
 from disttrain.kernels.attention.rules import BLOCK_SIZE, name_of, seen, window_of
 from disttrain.kernels.attention.runs import indices_of
-from tests.attention_cases import NAMES, rule_called, tensors, wished
+from tests.cases.attention import NAMES, rule_called, tensors, wished
 
 HOPPER = Machine("cuda", 90, has_triton=True, is_deterministic=False)
 AMPERE = HOPPER._replace(capability=80)

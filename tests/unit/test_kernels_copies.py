@@ -8,7 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from disttrain.kernels.copies import operator as copies
 from disttrain.kernels.copies.operator import copy_all
-from tests.kernel_cases import IMPLEMENTATIONS, drawn, use_implementation
+from tests.cases.kernels import IMPLEMENTATIONS, drawn, use_implementation
 
 SHAPES = [(3, 5), (0, 4), (2049,), (64, 64), ()]
 

@@ -10,8 +10,8 @@ from disttrain.dtensor import Replicate, Shard
 from disttrain.errors import ShapeError
 from disttrain.kernels import geglu, rotate, rotate_, swiglu
 from disttrain.testing import run_threads
-from tests.kernel_cases import IMPLEMENTATIONS, drawn, judge, use_implementation
-from tests.sharding_cases import laid_out, mesh_of
+from tests.cases.kernels import IMPLEMENTATIONS, drawn, judge, use_implementation
+from tests.cases.shardings import laid_out, mesh_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of Triton's interpreter
 

@@ -26,7 +26,7 @@ from disttrain.kernels.float8 import operator as float8
 from disttrain.kernels.float8 import reference as float8_reference
 from disttrain.kernels.float8.operator import cast, multiply
 from disttrain.weight_grads import Grads, kept_by
-from tests.kernel_cases import IMPLEMENTATIONS, drawn, use_implementation, values_and_grads
+from tests.cases.kernels import IMPLEMENTATIONS, drawn, use_implementation, values_and_grads
 
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
 RECIPES = ["tensorwise", "rowwise"]

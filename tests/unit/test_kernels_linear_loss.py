@@ -19,8 +19,8 @@ from disttrain.errors import DisttrainError, GroupError, LayoutError, ShapeError
 from disttrain.kernels import linear_cross_entropy
 from disttrain.kernels.cross_entropy.plan import FEWEST_ROWS, plan_blocks
 from disttrain.testing import run_threads
-from tests.kernel_cases import IMPLEMENTATIONS, drawn, judge, use_implementation
-from tests.sharding_cases import laid_out, mesh_of
+from tests.cases.kernels import IMPLEMENTATIONS, drawn, judge, use_implementation
+from tests.cases.shardings import laid_out, mesh_of
 
 NUM_ROWS, DIM, NUM_CLASSES = 7, 5, 11
 OPTIONS: dict[str, dict[str, Any]] = {

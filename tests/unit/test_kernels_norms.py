@@ -10,8 +10,8 @@ from disttrain.dtensor import DTensor, Replicate, Shard
 from disttrain.errors import ShapeError
 from disttrain.kernels import layer_norm, rms_norm
 from disttrain.testing import run_threads
-from tests.kernel_cases import IMPLEMENTATIONS, drawn, judge, use_implementation
-from tests.sharding_cases import laid_out, mesh_of
+from tests.cases.kernels import IMPLEMENTATIONS, drawn, judge, use_implementation
+from tests.cases.shardings import laid_out, mesh_of
 
 SHAPES = [(3, 5, 8), (7, 96), (1, 1), (33, 40)]
 

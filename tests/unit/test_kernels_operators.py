@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import disttrain.kernels
-from tests.kernel_cases import IMPLEMENTATIONS, use_implementation
-from tests.operator_cases import CASES, check_what_is_told
+from tests.cases.kernel_operators import CASES, check_what_is_told
+from tests.cases.kernels import IMPLEMENTATIONS, use_implementation
 
 
 def test_every_operator_has_cases() -> None:

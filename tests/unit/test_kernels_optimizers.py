@@ -15,8 +15,8 @@ from disttrain.errors import ShapeError
 from disttrain.kernels import SGD, AdamW, Lion
 from disttrain.kernels.optimizers.total_norm import total_norm
 from disttrain.testing import run_threads
-from tests.kernel_cases import IMPLEMENTATIONS, drawn, use_implementation
-from tests.sharding_cases import laid_out, mesh_of
+from tests.cases.kernels import IMPLEMENTATIONS, drawn, use_implementation
+from tests.cases.shardings import laid_out, mesh_of
 
 SHAPES = [(3, 5), (2049,), (1,), (0, 4), (64, 64)]
 TORCHS: list[tuple[Any, Any, dict[str, Any]]] = [

@@ -13,7 +13,7 @@ from torch import nn
 from disttrain.errors import ShapeError, ShardingError
 from disttrain.kernels import SGD, AdamW, Sparse24, SparseLinear, use_sparse24
 from disttrain.kernels.sparse24.training import mask24
-from tests.kernel_cases import drawn
+from tests.cases.kernels import drawn
 
 
 @given(st.lists(st.integers(-3, 3), min_size=4, max_size=4))

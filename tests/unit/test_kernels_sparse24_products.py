@@ -13,7 +13,7 @@ from disttrain.errors import LayoutError, ShapeError
 from disttrain.kernels import Sparse24, SparseLinear, use_sparse24
 from disttrain.kernels.sparse24 import product as sparse24_product
 from disttrain.kernels.sparse24.product import mask24_of_tiles
-from tests.kernel_cases import drawn
+from tests.cases.kernels import drawn
 
 
 @pytest.fixture

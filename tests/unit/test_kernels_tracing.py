@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from disttrain.kernels import loss_from_head, use_kernels
-from tests.kernel_cases import drawn
+from tests.cases.kernels import drawn
 
 X = drawn(3, 4).float()
 

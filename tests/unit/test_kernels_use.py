@@ -13,7 +13,7 @@ from llama.model import Llama
 from torch import nn
 
 from disttrain.kernels import use_kernels
-from tests.kernel_cases import drawn
+from tests.cases.kernels import drawn
 
 
 def quietly(model: nn.Module) -> Counter[str]:

@@ -36,7 +36,7 @@ from disttrain_launch.rendezvous.rounds import Node, Phase, Place, Terms, choose
 from disttrain_launch.rendezvous.state import Command, NodeLost, Rendezvous, Tell, TimePassed, Warn
 from disttrain_launch.rendezvous.sweeping import Sweeper
 from disttrain_launch.workers.outcome import Changed, Failed, Interrupted, Lost, Outcome, Succeeded
-from tests.rendezvous_model import failed
+from tests.state_machines.rendezvous import failed
 
 
 def node(rank: int, nodes: int = 3, **changes: object) -> Node:

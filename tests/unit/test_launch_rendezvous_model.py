@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from disttrain_launch.rendezvous.messages import Came, Done, Refused
 from disttrain_launch.rendezvous.rounds import Phase, Terms
-from tests.rendezvous_model import Cluster, Player, node
+from tests.state_machines.rendezvous import Cluster, Player, node
 
 ELASTIC = Terms(2, 3, max_restarts=2, join_timeout_s=100.0, last_call_s=5.0)
 

@@ -16,7 +16,7 @@ import pytest
 
 from disttrain_launch.output.screen import Outlet, Screen
 from disttrain_launch.output.terminal_text import cut, harmless, width
-from tests.terminal import Terminal
+from tests.surroundings.terminal import Terminal
 
 
 @pytest.fixture

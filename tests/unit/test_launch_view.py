@@ -30,7 +30,7 @@ from disttrain_launch.rendezvous.rounds import Node, Phase, Terms
 from disttrain_launch.rendezvous.state import Event, NodeLost, Rendezvous
 from disttrain_launch.request.whereabouts import Address, addresses_here, leave_note
 from disttrain_launch.workers.outcome import Failed, Interrupted, Outcome, Succeeded
-from tests.terminal import Terminal
+from tests.surroundings.terminal import Terminal
 
 FAILED = Failed(1, 1, 0, "host-0", 99, -9, 3.0, "a password", "")
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from disttrain.pipelining import Backward, SplitPoint, pipeline, split_layers
-from tests.pipeline_cases import DIM, assert_equal, both_ways, random
+from tests.cases.pipeline_backward import DIM, assert_equal, both_ways, random
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -14,8 +14,8 @@ from disttrain.fsdp2 import fully_shard
 from disttrain.pipelining import Backward, split_layers
 from disttrain.testing import run_threads
 from disttrain.tp import parallelize_module
-from tests.pipeline_cases import DIM, assert_equal
-from tests.tp_cases import Block, block_plan
+from tests.cases.pipeline_backward import DIM, assert_equal
+from tests.cases.tensor_parallel import Block, block_plan
 
 
 def test_sharded_stages() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from disttrain.errors import ScheduleError
 from disttrain.pipelining.model.pipe import Pipe, SplitPoint, pipe_split, pipeline
-from tests.tp_cases import Decoder
+from tests.cases.tensor_parallel import Decoder
 
 BEGINNING, END = SplitPoint.BEGINNING, SplitPoint.END
 

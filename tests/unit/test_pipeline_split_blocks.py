@@ -17,7 +17,7 @@ from disttrain.pipelining.model.block_stages import split_blocks
 from disttrain.pipelining.model.parts import find_parts, measure_costs
 from disttrain.pipelining.model.stages import SplitModel
 from disttrain.pipelining.schedule.balance import BlockCosts, balance
-from tests.tp_cases import Decoder
+from tests.cases.tensor_parallel import Decoder
 
 TOKENS = torch.randint(0, 16, (2, 6))
 SMALL = {

@@ -12,7 +12,7 @@ from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard, dis
 from disttrain.dtensor.redistribute.plan import AllGather, AllReduce, ReduceScatter, Split, merged, plan_redistribute
 from disttrain.errors import LayoutError
 from disttrain.testing import run_threads
-from tests.dtensor_cases import collectives_of
+from tests.cases.dtensors import collectives_of
 
 placements_2d = st.lists(
     st.sampled_from([Replicate(), Shard(0), Shard(1), Partial("sum"), Partial("max")]), min_size=1, max_size=3

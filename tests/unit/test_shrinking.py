@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.shrinking import shrink, without_some
+from tests.fuzz.shrinking import shrink, without_some
 
 
 def test_what_matters_is_left() -> None:

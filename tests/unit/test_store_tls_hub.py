@@ -18,7 +18,7 @@ from disttrain.store.protocol.wire import Decoder, Op, encode
 from disttrain.store.serving.hub import HANDSHAKE_S
 from disttrain.store.tls.hub import HANDSHAKE_BYTES, TlsHub
 from disttrain.store.tls.records import Tunnel, make_context
-from tests.authority import Authority
+from tests.surroundings.authority import Authority
 
 TOKEN = new_token()
 

@@ -26,7 +26,7 @@ from disttrain.tp import (
     SequenceParallel,
     parallelize_module,
 )
-from tests.tp_cases import Attention, Decoder, GatedMLP, decoder_plan
+from tests.cases.tensor_parallel import Attention, Decoder, GatedMLP, decoder_plan
 
 NUM_RANKS = 2
 

@@ -20,7 +20,7 @@ from disttrain.tp import (
     parallelize_module,
     vocab_parallel_cross_entropy,
 )
-from tests.tp_cases import Attention, Block, GatedMLP, block_plan
+from tests.cases.tensor_parallel import Attention, Block, GatedMLP, block_plan
 
 REDUCE, GATHER, SCATTER = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"
 NUM_RANKS = 2

@@ -16,7 +16,7 @@ from disttrain.dtensor import CommDebugMode, DTensor, Replicate, Shard
 from disttrain.errors import LayoutError, MeshError, ShardingError
 from disttrain.testing import run_threads
 from disttrain.tp import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
-from tests.tp_cases import Block, Decoder, GatedMLP, block_plan, same_as_alone
+from tests.cases.tensor_parallel import Block, Decoder, GatedMLP, block_plan, same_as_alone
 
 
 def on_two_ranks(function: Callable[[disttrain.DeviceMesh], Any]) -> list[Any]:

@@ -11,7 +11,7 @@ from disttrain.dtensor import DTensor, Replicate, Shard
 from disttrain.errors import ShardingError
 from disttrain.testing import run_threads
 from disttrain.tp import ColwiseParallel, DivideAttributes, PrepareModuleInput, RowwiseParallel, parallelize_module
-from tests.tp_cases import gathered, same_as_alone, scattered
+from tests.cases.tensor_parallel import gathered, same_as_alone, scattered
 
 
 class InPlace(nn.Module):

@@ -10,7 +10,7 @@ from torch import nn
 
 from disttrain.dtensor import Replicate, Shard
 from disttrain.tp import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
-from tests.tp_cases import (
+from tests.cases.tensor_parallel import (
     Block,
     Decoder,
     GatedMLP,

@@ -17,7 +17,7 @@ from disttrain.errors import DisttrainError, GroupError, ShapeError
 from disttrain.kernels.cross_entropy import pieces as cross_entropy_pieces
 from disttrain.testing import run_threads
 from disttrain.tp.loss.vocab_parallel import vocab_parallel_cross_entropy
-from tests.sharding_cases import normal
+from tests.cases.shardings import normal
 
 CUTS = ((1, 7), (2, 7), (3, 7), (3, 2), (4, 5))
 """Ranks and classes: uneven parts, and empty ones."""

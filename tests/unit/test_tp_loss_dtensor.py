@@ -16,7 +16,7 @@ from disttrain.errors import GroupError, LayoutError
 from disttrain.testing import run_threads
 from disttrain.tp.loss.context import loss_parallel
 from disttrain.tp.loss.vocab_parallel import vocab_parallel_cross_entropy
-from tests.sharding_cases import mesh_of, normal
+from tests.cases.shardings import mesh_of, normal
 
 SHAPES = ((7,), (5, 7), (5, 7, 2), (2, 7, 2, 3))
 REDUCTIONS = ("mean", "sum", "none")

@@ -24,7 +24,7 @@ from disttrain.tp import (
     SequenceParallel,
     parallelize_module,
 )
-from tests.tp_cases import (
+from tests.cases.tensor_parallel import (
     Block,
     Decoder,
     GatedMLP,

@@ -11,7 +11,7 @@ from disttrain.dtensor import CommDebugMode, Replicate, Shard
 from disttrain.errors import ShardingError
 from disttrain.testing import run_threads
 from disttrain.tp import ColwiseParallel, ParallelPlan, RowwiseParallel, parallelize_module, plan_for
-from tests.tp_cases import Decoder, same_as_alone
+from tests.cases.tensor_parallel import Decoder, same_as_alone
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

@@ -23,7 +23,7 @@ from disttrain.tp import (
     RowwiseParallel,
     SequenceParallel,
 )
-from tests.tp_cases import Attention, GatedMLP, same_as_alone
+from tests.cases.tensor_parallel import Attention, GatedMLP, same_as_alone
 
 WHOLE = Replicate()
 

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from tests.launching import launcher_arguments
-from tests.warm_process import WarmProcess
+from tests.forkserver.process import WarmProcess
+from tests.surroundings.launching import launcher_arguments
 
 if TYPE_CHECKING:
-    from tests.warm_python import WarmPython
+    from tests.forkserver.server import WarmPython
 
 ROOT = Path(__file__).parents[3]
 MARK = "DISTTRAIN_TEST_JOB"

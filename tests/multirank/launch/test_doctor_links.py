@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from disttrain.doctor.links import read_links
 from disttrain.plan import HARDWARE
-from tests.launching import launcher_at
-from tests.network_hosts import OWN_FOLDER, Weather, network_hosts
-from tests.warm_host import warm_host
+from tests.forkserver.host import warm_host
+from tests.surroundings.launching import launcher_at
+from tests.surroundings.network_hosts import OWN_FOLDER, Weather, network_hosts
 
 if TYPE_CHECKING:
+    from tests.forkserver.server import WarmPython
     from tests.multirank.launch.conftest import Launches
-    from tests.warm_python import WarmPython
 
 NAMES = ("host-a", "host-b", "host-c")
 DELAY_S = 5e-3

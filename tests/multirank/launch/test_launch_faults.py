@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from tests.programs import needs_root
+from tests.surroundings.programs import needs_root
 
 if TYPE_CHECKING:
     from tests.multirank.launch.conftest import Launches

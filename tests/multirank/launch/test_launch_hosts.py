@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from disttrain.testing import RankPool
-from tests import llama_cases
-from tests.launching import EXAMPLES, launcher_at
-from tests.network_hosts import OWN_FOLDER, Hosts, Weather, network_hosts
-from tests.warm_host import warm_host
+from tests.cases import llama
+from tests.forkserver.host import warm_host
+from tests.surroundings.launching import EXAMPLES, launcher_at
+from tests.surroundings.network_hosts import OWN_FOLDER, Hosts, Weather, network_hosts
 
 if TYPE_CHECKING:
+    from tests.forkserver.server import WarmPython
     from tests.multirank.launch.conftest import Launches
-    from tests.warm_python import WarmPython
 
 NAMES = ("host-a", "host-b", "host-c")
 NUM_WORKERS = 2
@@ -155,7 +155,7 @@ def test_when_the_host_of_the_store_is_gone_its_standby_goes_on(launches: Launch
 
 def losses(folder: Path) -> list[float]:
     """By step."""
-    return llama_cases.losses(folder)["loss"] if (folder / "loss.csv").exists() else []
+    return llama.losses(folder)["loss"] if (folder / "loss.csv").exists() else []
 
 
 def wait_for_step(folder: Path, num_steps: int) -> None:
@@ -190,7 +190,7 @@ def test_training_shrinks_to_two_hosts_and_grows_back_with_the_same_losses(
     ended = [launches.end(node, LIMIT_S) for node in (nodes[0], nodes[1], back)]
     assert [node.exit_code for node in ended] == [0, 0, 0], ended
     alone = [*flags, "--out", str(launches.folder / "whole")]
-    rank_pool.run(1, llama_cases.trained, {"arguments": alone}, timeout_s=LIMIT_S)
+    rank_pool.run(1, llama.trained, {"arguments": alone}, timeout_s=LIMIT_S)
     assert len(losses(out)) == num_steps
     # Other numbers of ranks add in another order.
     assert losses(out) == pytest.approx(losses(launches.folder / "whole"), rel=1e-4)

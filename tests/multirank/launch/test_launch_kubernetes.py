@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 
-from tests.programs import program
+from tests.surroundings.programs import program
 
 if TYPE_CHECKING:
     from tests.multirank.launch.conftest import Launches

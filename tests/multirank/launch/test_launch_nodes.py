@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from disttrain.store import Certificates
-from tests.authority import Authority
+from tests.surroundings.authority import Authority
 
 if TYPE_CHECKING:
     from tests.multirank.launch.conftest import Launches

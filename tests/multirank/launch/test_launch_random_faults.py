@@ -12,7 +12,7 @@ import pytest
 
 from tests.launch_faults.plan import draw
 from tests.launch_faults.running import play_seed, unshare
-from tests.programs import program
+from tests.surroundings.programs import program
 
 SEEDS = (0, 3, 5, 6, 9, 11, 20, 28, 36, 39, 65, 117)
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.terminal import Terminal
+from tests.surroundings.terminal import Terminal
 
 if TYPE_CHECKING:
     from tests.multirank.launch.conftest import Launches

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.slurm_cluster import Slurm, slurm_cluster
+from tests.surroundings.slurm import Slurm, slurm_cluster
 
 if TYPE_CHECKING:
     from tests.multirank.launch.conftest import Launches

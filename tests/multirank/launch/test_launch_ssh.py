@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from tests.programs import needs_root, program
+from tests.surroundings.programs import needs_root, program
 
 if TYPE_CHECKING:
     from tests.multirank.launch.conftest import Ended, Launches

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tests.warm_python import WarmPython
+    from tests.forkserver.server import WarmPython
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 LIMIT_S = 110.0
 """Below a test's own limit, so that what has been printed is shown."""
@@ -36,7 +36,9 @@ def launcher_at(address: str | None) -> list[str]:
 
 def launcher_arguments(address: str | None) -> list[str]:
     """What Python gets to be the launcher."""
-    return ["-m", "disttrain_launch"] if address is None else [str(ROOT / "tests" / "warm_launch.py"), address]
+    return (
+        ["-m", "disttrain_launch"] if address is None else [str(ROOT / "tests" / "forkserver" / "launch.py"), address]
+    )
 
 
 def command(num_ranks: int, *argv: str | Path, python: WarmPython | None = None) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-PAGE = Path(__file__).parents[1] / "docs" / "differences.md"
+PAGE = Path(__file__).parents[2] / "docs" / "differences.md"
 of_torch_213 = pytest.mark.skipif(torch.__version__ < "2.13", reason="the page names what torch 2.13 has")
 
 

@@ -10,7 +10,7 @@ from typing import cast
 
 from disttrain.testing import RankPool
 from disttrain.testing.forks import RankParent, RankParents
-from tests.warm_python import Script, WarmPython
+from tests.forkserver.server import Script, WarmPython
 
 
 class _WarmParent(RankParent):

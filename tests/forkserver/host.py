@@ -1,6 +1,6 @@
 """A warm Python (`warm_python`) in a host of a test's own (`network_hosts`), forked from one outside.
 
-    python -m tests.warm_host PID ADDRESS
+    python -m tests.forkserver.host PID ADDRESS
 
 It joins the host's namespaces, and listens there: an abstract address is known within one network alone. It ends with
 the host. Source: setns(2).
@@ -13,7 +13,7 @@ import os
 import socket
 import sys
 
-from tests.warm_python import WRITERS, WarmPython, serve
+from tests.forkserver.server import WRITERS, WarmPython, serve
 
 _NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
 """Of mounts, names, shared memory, processes and networks (linux/sched.h)."""
@@ -23,7 +23,7 @@ def warm_host(python: WarmPython, pid: int) -> str:
     """The address of a new one in the host whose process this is."""
     address = f"{python.address}-{pid}"
     variables = {name: value for name, value in os.environ.items() if name != WRITERS}  # whom nobody reaches from there
-    script = python.start("-m", "tests.warm_host", str(pid), address, environ=variables)
+    script = python.start("-m", "tests.forkserver.host", str(pid), address, environ=variables)
     assert script.stdout is not None
     assert script.stderr is not None
     said = script.stdout.readline()

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, AnyStr
 
-from tests.warm_python import WarmPython
+from tests.forkserver.server import WarmPython
 
 _PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 """Both ends of each, as Popen calls them."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import disttrain
-from tests.page_models import VOCABULARY, WIDTH, loss_fn, small_llama
+from tests.pages.models import VOCABULARY, WIDTH, loss_fn, small_llama
 
 NUM_RANKS = 2
 

@@ -33,10 +33,10 @@ def _load_torch() -> None:
         "disttrain.process_group",
         "disttrain.testing.rank_worker",
         "disttrain.tp",
-        "tests.warm_writers",
+        "tests.forkserver.writers",
     ):
         importlib.import_module(name)
-    from tests.seeding import seed_no_gpus
+    from tests.forkserver.seeding import seed_no_gpus
 
     seed_no_gpus()
     if not torch.backends.cuda.is_built():  # it asks for GPUs as it is loaded, and then no fork can use them
@@ -70,7 +70,7 @@ def _load_launcher() -> None:
         "disttrain_launch.launch",
         "disttrain_launch.status",
         "disttrain_launch.submit.command",
-        "tests.warm_launch",
+        "tests.forkserver.launch",
     ):
         importlib.import_module(name)
     for engine in ("pyuv", "uvloop"):

@@ -13,7 +13,7 @@ import disttrain
 from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from disttrain.process_group import Call
 from disttrain.testing import run_threads
-from tests.dtensor_cases import check_parts
+from tests.cases.dtensors import check_parts
 
 MESHES = ((3,), (2, 2), (1, 3))
 

@@ -17,7 +17,7 @@ from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard
 from disttrain.dtensor.redistribute.local import redistribute_local
 from disttrain.dtensor.spec.layout import Layout, Spec
 from disttrain.testing import run_threads
-from tests.dtensor_cases import check_parts
+from tests.cases.dtensors import check_parts
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
-from tests.warm_ending import keep_what_is_loaded, noting_exit_code
-from tests.warm_loads import LOADS
+from tests.forkserver.ending import keep_what_is_loaded, noting_exit_code
+from tests.forkserver.loads import LOADS
 
 _REQUEST_BYTES = 1 << 20
 _NUM_STREAMS = 3
@@ -180,7 +180,7 @@ def warm_address(kind: str, *tests: str) -> Iterator[str]:
             listener.bind(f"\0{address}")
             listener.listen()
             process = subprocess.Popen(
-                [sys.executable, "-m", "tests.warm_python", str(theirs.fileno()), kind, *tests],
+                [sys.executable, "-m", "tests.forkserver.server", str(theirs.fileno()), kind, *tests],
                 stdin=listener,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
@@ -188,7 +188,7 @@ def warm_address(kind: str, *tests: str) -> Iterator[str]:
                     **os.environ,
                     _ROOM: " " * _ROOM_BYTES,
                     "OMP_NUM_THREADS": "1",
-                    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)]),
+                    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)]),
                 },
             )
         # It alone listens now: if it ends, those that ask hear of it.
@@ -289,7 +289,7 @@ def _run(request: dict[str, Any]) -> None:
     os.environ.update(request["environ"])
     _show(request["environ"])
     tempfile.tempdir = None  # TMPDIR is the script's own
-    if WRITERS in os.environ and (warm_writers := sys.modules.get("tests.warm_writers")):
+    if WRITERS in os.environ and (warm_writers := sys.modules.get("tests.forkserver.writers")):
         warm_writers.have_warm_writers(os.environ[WRITERS])
     arguments = request["arguments"]
     is_unbuffered = arguments[0] == "-u"

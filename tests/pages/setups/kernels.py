@@ -10,7 +10,7 @@ import disttrain
 from disttrain import kernels
 from disttrain.dtensor import Replicate, Shard, distribute_tensor
 from disttrain.fsdp2 import fully_shard
-from tests.page_models import HEAD, VOCABULARY, WIDTH, small_llama
+from tests.pages.models import HEAD, VOCABULARY, WIDTH, small_llama
 
 NUM_RANKS = 2
 

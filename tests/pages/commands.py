@@ -13,10 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tests.launching import ROOT, environment
+from tests.surroundings.launching import ROOT, environment
 
 if TYPE_CHECKING:
-    from tests.warm_python import WarmPython
+    from tests.forkserver.server import WarmPython
 
 OURS = {"disttrain-flight": "disttrain.flight_recorder.cli", "disttrain-launch": "disttrain_launch"}
 """And the module that each runs."""

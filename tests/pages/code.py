@@ -5,7 +5,7 @@ A block says its language after the fence: `python` is run, on the CPU; `sh` is 
 with NOT_RUN marks what needs GPUs, a cluster or a person: it is compiled, or its commands are checked, and no more.
 
 The blocks of a section (`##`) run in their order, in one namespace that has the names of the page's beginning. What
-they take for granted, a model or a mesh, is made by the page's module in tests/page_setups: it has `NUM_RANKS`, and
+they take for granted, a model or a mesh, is made by the page's module in tests/pages/setups: it has `NUM_RANKS`, and
 `names(section)`, which each rank calls.
 """
 
@@ -25,8 +25,8 @@ from typing import Any
 
 from markdown_it import MarkdownIt
 
-ROOT = Path(__file__).parents[1]
-SETUPS = ROOT / "tests" / "page_setups"
+ROOT = Path(__file__).parents[2]
+SETUPS = ROOT / "tests" / "pages" / "setups"
 NOT_RUN = "not tested"
 PROGRAMS = ("disttrain-launch", "disttrain-flight", "python", "make", "mpirun", "openssl", "pip", "kill")
 REPOSITORY_PAGES = ("CONTRIBUTING.md", "README.md", "examples/README.md")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.page_models import small_llama
+from tests.pages.models import small_llama
 
 NUM_RANKS = 1
 

@@ -7,7 +7,7 @@ from typing import Any
 import disttrain
 from disttrain import kernels, tp
 from disttrain.fsdp2 import fully_shard
-from tests.page_models import small_llama
+from tests.pages.models import small_llama
 
 NUM_RANKS = 2
 

@@ -1,6 +1,6 @@
 """What stands for `python ARGUMENTS...` where a program of others starts it: it has a warm Python fork that.
 
-    python tests/warm_client.py ADDRESS ARGUMENTS...
+    python tests/forkserver/client.py ADDRESS ARGUMENTS...
 
 It passes signals on, and ends as the fork ends.
 """
@@ -12,9 +12,9 @@ import signal
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).parents[1])
+sys.path[0] = str(Path(__file__).parents[2])
 
-from tests.warm_python import Script, WarmPython  # noqa: E402
+from tests.forkserver.server import Script, WarmPython  # noqa: E402
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM)
 

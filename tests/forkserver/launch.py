@@ -1,6 +1,6 @@
 """disttrain-launch on a warm Python (`warm_python`), from which its workers are forked.
 
-    python tests/warm_launch.py ADDRESS FLAGS...
+    python tests/forkserver/launch.py ADDRESS FLAGS...
 
 For tests of what is launched. Those of the launcher start workers as it does.
 """
@@ -19,7 +19,7 @@ from unittest import mock
 
 from disttrain_launch import cli
 from disttrain_launch.workers import worker
-from tests.warm_python import Script, WarmPython
+from tests.forkserver.server import Script, WarmPython
 
 
 def _tell_end(pid: int) -> None:

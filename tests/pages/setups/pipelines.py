@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import disttrain
 from disttrain import pipelining, tp
 from disttrain.fsdp2 import fully_shard
-from tests.page_models import HEAD, VOCABULARY, WIDTH, loss_fn, small_llama
+from tests.pages.models import HEAD, VOCABULARY, WIDTH, loss_fn, small_llama
 
 NUM_RANKS = 2
 ROWS, LENGTH = 8, 16

@@ -12,7 +12,7 @@ import disttrain
 from disttrain import tp
 from disttrain.dtensor import Shard
 from disttrain.fsdp2 import fully_shard
-from tests.page_models import HEAD, VOCABULARY, small_llama
+from tests.pages.models import HEAD, VOCABULARY, small_llama
 
 NUM_RANKS = 4
 

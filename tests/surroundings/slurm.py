@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.programs import needs_root, program
+from tests.surroundings.programs import needs_root, program
 
 NODES = ("127.0.0.1", "127.0.0.2")
 LIMIT_S = 20.0

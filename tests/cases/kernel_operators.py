@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import disttrain.kernels  # noqa: F401  # the operators
 from disttrain.kernels.cross_entropy.pieces import LossTerms
-from tests.kernel_cases import drawn
+from tests.cases.kernels import drawn
 
 OPS: Any = torch.ops.disttrain
 FLOAT8 = torch.float8_e4m3fn, torch.float8_e5m2

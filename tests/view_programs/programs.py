@@ -1,24 +1,17 @@
 """Random programs of views, writes and reads in any order, on a DTensor and on a plain tensor, whose values are right.
 
-    python -m tests.view_programs --seconds 60
-    python -m tests.view_programs --seed 17
-
 A program is drawn by running it on plain tensors: what torch refuses is left out. It is then a list of steps that says
 nothing of tensors, so every rank runs it alike. Tensor 0 is the base, and each view step adds one more.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
-import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import count
 from typing import Any
 
 import torch
@@ -26,9 +19,9 @@ import torch
 import disttrain
 from disttrain.dtensor import Partial, Placement, Replicate, Shard
 from disttrain.testing import run_threads
-from tests.dtensor_cases import laid
-from tests.shrinking import shrink
-from tests.view_steps import VIEWS, WRITES, Draw
+from tests.cases.dtensors import laid
+from tests.fuzz.shrinking import shrink
+from tests.view_programs.steps import VIEWS, WRITES, Draw
 
 MESHES = [(1,), (2,), (3,), (4,), (2, 2), (1, 1), (1, 2), (1, 3), (2, 1), (3, 1), (1, 2, 2), (2, 1, 2)]
 SHAPES = [(7, 6), (4, 5), (6, 4), (1, 6), (5, 1), (3,), (8,), (2, 3, 4), (4, 1, 3), (5, 2, 2)]
@@ -255,28 +248,3 @@ def _without(steps: Sequence[Step], place: int) -> list[Step] | None:
         moved = [one - (one > gone) for one in (step.place, step.other)]
         left.append(Step(step.kind, moved[0], step.name, step.arguments, moved[1]))
     return left
-
-
-def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.view_programs", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--seed", type=int, help="run this one alone")
-    parser.add_argument("--first", type=int, default=0)
-    options = parser.parse_args(arguments)
-    end = time.monotonic() + options.seconds
-    num_programs, num_wrong = 0, 0
-    for seed in [options.seed] if options.seed is not None else count(options.first):
-        if time.monotonic() > end:
-            break
-        program = program_of(seed)
-        num_programs += 1
-        if faults_of(program):
-            num_wrong += 1
-            smaller = shrunk(program)
-            print(smaller, *faults_of(smaller), sep="\n", flush=True)
-    print(f"{num_programs} programs, {num_wrong} of them go wrong")
-    return int(num_wrong > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from disttrain.kernels import Alibi, Causal, Documents, Prefix, SlidingWindow, SoftCap
-from tests.kernel_cases import drawn
+from tests.cases.kernels import drawn
 
 NAMES = ["none", "causal", "window", "one-sided", "documents", "causal documents", "prefix", "cap", "alibi", "all"]
 

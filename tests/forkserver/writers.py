@@ -14,7 +14,7 @@ from contextlib import closing
 from types import SimpleNamespace
 
 from disttrain.checkpoint.async_saving import writer_link
-from tests.warm_python import Script, WarmPython
+from tests.forkserver.server import Script, WarmPython
 
 _WRITER = "disttrain.checkpoint.async_saving.writer_process"
 
