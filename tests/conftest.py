@@ -11,7 +11,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import hypothesis
 import pytest
 
-from tests.forkserver.server import GARBAGE_THRESHOLD, WRITERS, WarmPython, warm_address
+from tests.forkserver.process import WRITERS, ForkServer
+from tests.forkserver.server import GARBAGE_THRESHOLD, listening
 
 if TYPE_CHECKING:
     from disttrain.testing import RankPool
@@ -28,11 +29,11 @@ if TYPE_CHECKING:
 pytest_plugins = ["disttrain.testing.pytest_plugin"]
 
 GPU_TESTS = Path(__file__).parent / "gpu"
-WARM_CLIENT = Path(__file__).parent / "forkserver" / "client.py"
+FORK_CLIENT = Path(__file__).parent / "forkserver" / "client.py"
 
-NUM_WARM_PYTHONS = {"launcher": 1, "torch": 2, "writer": 1}
+NUM_FORK_SERVERS = {"launcher": 1, "torch": 2, "writer": 1}
 """By what they have loaded; those with torch have different hash seeds. xdist's workers have another."""
-WARM_ADDRESSES: pytest.StashKey[dict[str, list[str]]] = pytest.StashKey()
+ADDRESSES: pytest.StashKey[dict[str, list[str]]] = pytest.StashKey()
 
 # The suite starts a thousand interpreters. Where they may not write bytecode, as in many a container, each compiles
 # disttrain anew, and pytest all tests: a tenth of the suite's time.
@@ -63,22 +64,22 @@ def pytest_xdist_auto_num_workers() -> int:
     return len(os.sched_getaffinity(0)) * 2
 
 
-def listening(config: pytest.Config) -> dict[str, list[str]]:
-    """Where this run's warm Pythons do, by what they have loaded. They end with the run."""
-    if WARM_ADDRESSES not in config.stash:
+def addresses(config: pytest.Config) -> dict[str, list[str]]:
+    """Those of this run's fork servers, by what they have loaded. They end with the run."""
+    if ADDRESSES not in config.stash:
         stack = ExitStack()
         config.add_cleanup(stack.close)
-        config.stash[WARM_ADDRESSES] = {
-            kind: [stack.enter_context(warm_address(kind)) for _ in range(number)]
-            for kind, number in NUM_WARM_PYTHONS.items()
+        config.stash[ADDRESSES] = {
+            kind: [stack.enter_context(listening(kind)) for _ in range(number)]
+            for kind, number in NUM_FORK_SERVERS.items()
         }
-    os.environ[WRITERS] = config.stash[WARM_ADDRESSES]["writer"][0]
-    return config.stash[WARM_ADDRESSES]
+    os.environ[WRITERS] = config.stash[ADDRESSES]["writer"][0]
+    return config.stash[ADDRESSES]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
-    """xdist's: its workers are forked from a Python that has loaded all tests, in place of each loading them.
+    """xdist's: its workers are forked by a server that has loaded all tests, in place of each loading them.
 
     Not where torch is for GPUs: tests ask for these as they are loaded, and then no fork can use them.
     """
@@ -86,12 +87,12 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
         return
     stack = ExitStack()
     config.add_cleanup(stack.close)
-    address = stack.enter_context(warm_address("tests", *config.args))
+    address = stack.enter_context(listening("tests", *config.args))
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
-        for ranks in listening(config)["torch"]:
-            WarmPython(ranks).close()  # They load meanwhile.
+        for server in addresses(config)["torch"]:
+            ForkServer(server).close()  # They load meanwhile.
     # Writers of saves, which pytest's own process starts as any other does, are not forked for it.
-    client = shlex.join(["env", "-u", WRITERS, sys.executable, str(WARM_CLIENT), address])
+    client = shlex.join(["env", "-u", WRITERS, sys.executable, str(FORK_CLIENT), address])
     for spec in specs:
         if spec.popen and not spec.python:
             spec.python = client
@@ -100,12 +101,12 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """xdist's: all its workers have the same, so that torch is loaded for none of them."""
-    node.workerinput["warm_addresses"] = listening(node.config)
+    node.workerinput["fork_servers"] = addresses(node.config)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if (given := getattr(config, "workerinput", {}).get("warm_addresses")) is not None:
-        config.stash[WARM_ADDRESSES] = given
+    if (shared := getattr(config, "workerinput", {}).get("fork_servers")) is not None:
+        config.stash[ADDRESSES] = shared
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -184,33 +185,31 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 
 @pytest.fixture(scope="session")
-def warm_addresses(pytestconfig: pytest.Config) -> list[str]:
-    """Of those with torch."""
-    return listening(pytestconfig)["torch"]
+def fork_servers(pytestconfig: pytest.Config) -> list[str]:
+    """The addresses of those with torch."""
+    return addresses(pytestconfig)["torch"]
 
 
 @pytest.fixture(scope="session")
-def warm_python(warm_addresses: list[str]) -> Iterator[WarmPython]:
-    """A Python with torch loaded, from which scripts are forked."""
-    python = WarmPython(warm_addresses[0])
-    yield python
-    python.close()
+def fork_server(fork_servers: list[str]) -> Iterator[ForkServer]:
+    """One with torch, which forks scripts."""
+    with closing(ForkServer(fork_servers[0])) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
-def launcher_python(pytestconfig: pytest.Config) -> Iterator[WarmPython]:
-    """A Python with the launcher loaded and without torch, from which launchers are forked."""
-    python = WarmPython(listening(pytestconfig)["launcher"][0])
-    yield python
-    python.close()
+def launcher_fork_server(pytestconfig: pytest.Config) -> Iterator[ForkServer]:
+    """One with the launcher and without torch, which forks launchers."""
+    with closing(ForkServer(addresses(pytestconfig)["launcher"][0])) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
-def rank_pool(warm_addresses: list[str]) -> Iterator[RankPool]:
-    """The plugin's, with interpreters that need not load torch either."""
-    from tests.forkserver.pool import warm_pool  # here, since it loads torch
+def rank_pool(fork_servers: list[str]) -> Iterator[RankPool]:
+    """The plugin's, with parents that need not load torch either."""
+    from tests.forkserver.pool import forked_pool  # here, since it loads torch
 
-    with warm_pool(warm_addresses) as pool:
+    with forked_pool(fork_servers) as pool:
         yield pool
 
 

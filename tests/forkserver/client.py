@@ -1,4 +1,4 @@
-"""What stands for `python ARGUMENTS...` where a program of others starts it: it has a warm Python fork that.
+"""Stands in for `python ARGUMENTS...` where a program of others starts it: has a fork server fork that.
 
     python tests/forkserver/client.py ADDRESS ARGUMENTS...
 
@@ -14,18 +14,17 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).parents[2])
 
-from tests.forkserver.server import Script, WarmPython  # noqa: E402
+from tests.forkserver.process import ForkedProcess, ForkServer  # noqa: E402
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM)
 
 
 def main() -> int:
     address, *arguments = sys.argv[1:]
-    python = WarmPython(address)
-    script = Script(python, python.fork(arguments, os.environ, (0, 1, 2)))
+    process: ForkedProcess[bytes] = ForkedProcess(ForkServer(address), arguments)
     for number in PASSED_ON:
-        signal.signal(number, lambda came, _: script.send_signal(signal.Signals(came)))
-    exit_code = script.wait()
+        signal.signal(number, lambda came, _: process.send_signal(came))
+    exit_code = process.wait()
     if exit_code < 0:
         for number in PASSED_ON:
             signal.signal(number, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""A warm Python (`warm_python`) in a host of a test's own (`network_hosts`), forked from one outside.
+"""A fork server in a host of a test's own (`surroundings/network_hosts.py`), forked by one outside.
 
     python -m tests.forkserver.host PID ADDRESS
 
@@ -13,17 +13,18 @@ import os
 import socket
 import sys
 
-from tests.forkserver.server import WRITERS, WarmPython, serve
+from tests.forkserver.process import WRITERS, ForkServer
+from tests.forkserver.server import serve
 
 _NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
 """Of mounts, names, shared memory, processes and networks (linux/sched.h)."""
 
 
-def warm_host(python: WarmPython, pid: int) -> str:
-    """The address of a new one in the host whose process this is."""
-    address = f"{python.address}-{pid}"
+def server_in_host(server: ForkServer, pid: int) -> str:
+    """The address of a new fork server in the host that this process belongs to."""
+    address = f"{server.address}-{pid}"
     variables = {name: value for name, value in os.environ.items() if name != WRITERS}  # whom nobody reaches from there
-    script = python.start("-m", "tests.forkserver.host", str(pid), address, environ=variables)
+    script = server.start("-m", "tests.forkserver.host", str(pid), address, environ=variables)
     assert script.stdout is not None
     assert script.stderr is not None
     said = script.stdout.readline()

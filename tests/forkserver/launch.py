@@ -1,4 +1,4 @@
-"""disttrain-launch on a warm Python (`warm_python`), from which its workers are forked.
+"""disttrain-launch with workers that a fork server forks.
 
     python tests/forkserver/launch.py ADDRESS FLAGS...
 
@@ -13,47 +13,37 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 from disttrain_launch import cli
 from disttrain_launch.workers import worker
-from tests.forkserver.server import Script, WarmPython
+from tests.forkserver.process import ForkedProcess, ForkServer
 
 
-def _tell_end(pid: int) -> None:
-    """The signal that a parent gets: the launcher is none of these workers."""
+def _signal_end(pid: int) -> None:
+    """Signal the end of a process as a parent is told of it: the launcher is none of these workers'."""
     process = os.pidfd_open(pid)
-    threading.Thread(target=_wait_and_tell, args=(process,), daemon=True).start()
 
+    def wait_and_signal() -> None:
+        select.select([process], [], [])
+        os.close(process)
+        os.kill(os.getpid(), signal.SIGCHLD)
 
-def _wait_and_tell(process: int) -> None:
-    select.select([process], [], [])
-    os.close(process)
-    os.kill(os.getpid(), signal.SIGCHLD)
+    threading.Thread(target=wait_and_signal, daemon=True).start()
 
 
 def main() -> int:
     address, *argv = sys.argv[1:]
-    python = WarmPython(address)
+    server = ForkServer(address)
 
-    def start(
-        command: Sequence[str],
-        *,
-        env: Mapping[str, str],
-        stdin: int | None,
-        stdout: int,
-        stderr: int,
-        start_new_session: bool,
-    ) -> Script:
+    def start(command: Sequence[str], **options: Any) -> ForkedProcess[bytes]:
         assert command[0] == sys.executable
-        with open(os.devnull) as nothing:
-            streams = (0 if stdin is None else nothing.fileno(), stdout, stderr)
-            pid = python.fork(command[1:], env, streams, leads_session=start_new_session)
-        script = Script(python, pid)
-        _tell_end(pid)
-        return script
+        process: ForkedProcess[bytes] = ForkedProcess(server, command[1:], **options)
+        _signal_end(process.pid)
+        return process
 
     stand_in = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)
     with mock.patch.object(worker, "subprocess", stand_in):

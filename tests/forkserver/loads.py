@@ -1,4 +1,4 @@
-"""What warm Pythons (`warm_python`) load before they fork, by their kinds."""
+"""Loads what forks need, by the kinds of fork servers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _load_torch() -> None:
 
 
 def _load_writer() -> None:
-    """What the writers of asynchronous saves would load (`warm_writers`)."""
+    """What the writers of asynchronous saves would load (`writers`)."""
     import numpy as np  # noqa: F401
 
     import disttrain.checkpoint.async_saving.writer_process  # noqa: F401

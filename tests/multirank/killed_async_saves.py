@@ -1,8 +1,8 @@
 """Asynchronous saves by three ranks, of which a training process or a writer is killed with SIGKILL at a random time.
 
-Run as a program, in a process without threads, since it forks its ranks; writers come from the Python at WRITERS
-(`warm_writers`). After each killing, when all writers have ended, the directory must hold the old or the new
-state, whole. Prints, as JSON, how often it was which.
+Run as a program, in a process without threads, since it forks its ranks; the fork server at WRITERS forks its writers
+(`tests/forkserver/writers.py`). After each killing, when all writers have ended, the directory must hold the old or the
+new state, whole. Prints, as JSON, how often it was which.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from disttrain.checkpoint import Checkpointer
 from disttrain.errors import CheckpointError
 from disttrain.process_group import World, entered_world
 from disttrain.store import PrefixStore, ServerProcess, TCPStore, spawn_server
-from tests.forkserver.server import WRITERS, WarmPython
+from tests.forkserver.process import WRITERS, ForkServer
 from tests.multirank.killed_saves import NUM_RANKS, fork, loaded_step, state_of
 
 RUN = "KILLED_SAVES_RUN"
@@ -80,8 +80,8 @@ def save_and_kill(
                 except ProcessLookupError:
                     pass
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    with closing(WarmPython(writers)) as python:
-        python.settle({RUN: os.environ[RUN]})
+    with closing(ForkServer(writers)) as forks:
+        forks.settle({RUN: os.environ[RUN]})
     return not any(codes)
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.forkserver.server import WRITERS, WarmPython, warm_address
+from tests.forkserver.process import WRITERS, ForkServer
+from tests.forkserver.server import listening
 
 
 @pytest.mark.parametrize("how", ["steps", "exchange", "rename"])
@@ -25,12 +26,12 @@ def test_a_killed_save_leaves_the_old_state_or_the_new(tmp_path: Path, how: str)
 
 
 def test_killed_training_and_killed_writers_leave_the_old_state_or_the_new(
-    warm_python: WarmPython, tmp_path: Path
+    fork_server: ForkServer, tmp_path: Path
 ) -> None:
     program = ["-m", "tests.multirank.killed_async_saves", str(tmp_path / "saves"), "7"]
-    with warm_address("writer") as writers:  # which nobody else asks
+    with listening("writer") as writers:  # which nobody else asks
         environment = {**os.environ, "DISTTRAIN_CHECKPOINT_ORPHAN_TIMEOUT_S": "3", WRITERS: writers}
-        run = warm_python.run(*program, environ=environment, limit_s=110.0)
+        run = fork_server.run(*program, environ=environment, limit_s=110.0)
     assert (run.returncode, run.stderr) == (0, "")
     outcomes = json.loads(run.stdout)
     assert sum(outcomes.values()) == 16

@@ -12,13 +12,13 @@ import pytest
 from tests.surroundings.launching import launched
 
 if TYPE_CHECKING:
-    from tests.forkserver.server import WarmPython
+    from tests.forkserver.process import ForkServer
 
 PROGRAM = Path(__file__).parents[1] / "clients" / "client_programs.py"
 
 
-def _found(implementation: str, names: str, python: WarmPython) -> dict[str, list[float]]:
-    output = launched(2, "--no-fold", PROGRAM, implementation, names, python=python).stdout
+def _found(implementation: str, names: str, server: ForkServer) -> dict[str, list[float]]:
+    output = launched(2, "--no-fold", PROGRAM, implementation, names, server=server).stdout
     (line,) = re.findall(r"found (\{.*\})", output)
     found: dict[str, list[float]] = json.loads(line)
     return found
@@ -33,11 +33,11 @@ def _found(implementation: str, names: str, python: WarmPython) -> dict[str, lis
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_they_come_to_what_they_do_with_torch(names: str, needs: list[str], warm_python: WarmPython) -> None:
+def test_they_come_to_what_they_do_with_torch(names: str, needs: list[str], fork_server: ForkServer) -> None:
     for library in needs:
         pytest.importorskip(library)
-    found = _found("disttrain", names, warm_python)
-    expected = _found("torch", names, warm_python)
+    found = _found("disttrain", names, fork_server)
+    expected = _found("torch", names, fork_server)
     assert found.keys() == expected.keys() == set(names.split(","))
     for name, numbers in found.items():
         assert numbers == pytest.approx(expected[name], rel=1e-5), name

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tests.surroundings.launching import LIMIT_S, environment, launcher
 
 if TYPE_CHECKING:
-    from tests.forkserver.server import WarmPython
+    from tests.forkserver.process import ForkServer
 
 NUM_NODES = 3
 
@@ -21,8 +21,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def doctor(python: WarmPython, *flags: str) -> list[str]:
-    return [*launcher(python), "doctor", *flags, "--json"]
+def doctor(server: ForkServer, *flags: str) -> list[str]:
+    return [*launcher(server), "doctor", *flags, "--json"]
 
 
 def report_of(output: str) -> dict[str, list[dict[str, str]]]:
@@ -33,8 +33,8 @@ def report_of(output: str) -> dict[str, list[dict[str, str]]]:
     return found
 
 
-def test_ranks_of_one_node(warm_python: WarmPython) -> None:
-    command = doctor(warm_python, "--nproc-per-node", "2")
+def test_ranks_of_one_node(fork_server: ForkServer) -> None:
+    command = doctor(fork_server, "--nproc-per-node", "2")
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stdout
     found = report_of(done.stdout)
@@ -44,18 +44,18 @@ def test_ranks_of_one_node(warm_python: WarmPython) -> None:
     assert found["all-reduce"][0]["value"].endswith(" GB/s on 2 ranks")
 
 
-def test_started_by_itself_it_looks_at_this_machine(warm_python: WarmPython) -> None:
-    done = warm_python.run("-m", "disttrain.doctor", "--json", environ=environment())
+def test_started_by_itself_it_looks_at_this_machine(fork_server: ForkServer) -> None:
+    done = fork_server.run("-m", "disttrain.doctor", "--json", environ=environment())
     assert done.returncode == 0, done.stderr
     assert {"versions", "host name", "cores", "open files"} <= report_of(done.stdout).keys()
 
 
-def test_a_node_that_no_other_reaches_is_named(warm_python: WarmPython) -> None:
+def test_a_node_that_no_other_reaches_is_named(fork_server: ForkServer) -> None:
     port = free_port()
     agents = []
     for node in range(NUM_NODES):
         meeting = ("--nnodes", str(NUM_NODES), "--node-rank", str(node), "--master-port", str(port))
-        argv = doctor(warm_python, *meeting)
+        argv = doctor(fork_server, *meeting)
         environ = {**environment(), **({"GLOO_SOCKET_IFNAME": "nosuch0"} if node == 2 else {})}
         agents.append(subprocess.Popen(argv, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL))
     outputs = [agent.communicate(timeout=LIMIT_S)[0] for agent in agents]

@@ -20,7 +20,7 @@ from disttrain.settings import FLIGHT_DIR
 from disttrain.store import HashStore, TCPStore
 
 if TYPE_CHECKING:
-    from tests.forkserver.server import WarmPython
+    from tests.forkserver.process import ForkServer
 
 WORLD_SIZE = 3
 LIMIT_S = 60.0
@@ -51,12 +51,12 @@ disttrain.all_reduce(torch.ones(4))  # waiting
 class Job:
     """Three ranks that run `JOB`, with a store of their own."""
 
-    def __init__(self, python: WarmPython, folder: Path, case: str) -> None:
+    def __init__(self, server: ForkServer, folder: Path, case: str) -> None:
         script = folder / "job.py"
         script.write_text(JOB)
         self.dumps = folder / "dumps" / "of this job"
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.ranks = [python.start(script, case, environ=self._environ(rank)) for rank in range(WORLD_SIZE)]
+        self.ranks = [server.start(script, case, environ=self._environ(rank)) for rank in range(WORLD_SIZE)]
 
     def end(self) -> list[int]:
         """The exit codes of all ranks, once they are gone."""
@@ -89,8 +89,8 @@ class Job:
 
 
 @pytest.fixture
-def job(tmp_path: Path, warm_python: WarmPython, request: pytest.FixtureRequest) -> Iterator[Job]:
-    running = Job(warm_python, tmp_path, request.param)
+def job(tmp_path: Path, fork_server: ForkServer, request: pytest.FixtureRequest) -> Iterator[Job]:
+    running = Job(fork_server, tmp_path, request.param)
     yield running
     running.close()
 

@@ -15,7 +15,7 @@ from disttrain.flight_recorder.dumps.ring_reader import read_ring
 from disttrain.store import TCPStore
 
 if TYPE_CHECKING:
-    from tests.forkserver.server import WarmPython
+    from tests.forkserver.process import ForkServer
 
 WORLD_SIZE = 2
 LIMIT_S = 60.0
@@ -51,12 +51,12 @@ disttrain.destroy_process_group()
 class Job:
     """Two ranks that run `JOB` with a short soft limit, and a store of their own."""
 
-    def __init__(self, python: WarmPython, folder: Path, case: tuple[str, str], variables: dict[str, str]) -> None:
+    def __init__(self, server: ForkServer, folder: Path, case: tuple[str, str], variables: dict[str, str]) -> None:
         self.script = folder / "job.py"
         self.script.write_text(JOB)
         self.dumps = folder / "dumps"
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.ranks = [python.start(self.script, *case, environ=self._environ(r, variables)) for r in range(WORLD_SIZE)]
+        self.ranks = [server.start(self.script, *case, environ=self._environ(r, variables)) for r in range(WORLD_SIZE)]
 
     def close(self) -> None:
         for rank in self.ranks:
@@ -81,11 +81,11 @@ class Job:
 
 
 @pytest.fixture
-def start(tmp_path: Path, warm_python: WarmPython) -> Iterator[Callable[..., Job]]:
+def start(tmp_path: Path, fork_server: ForkServer) -> Iterator[Callable[..., Job]]:
     jobs: list[Job] = []
 
     def started(case: str, absent_rank: int = 1, **variables: str) -> Job:
-        jobs.append(Job(warm_python, tmp_path, (case, str(absent_rank)), variables))
+        jobs.append(Job(fork_server, tmp_path, (case, str(absent_rank)), variables))
         return jobs[0]
 
     yield started

@@ -11,13 +11,13 @@ from disttrain.flight_recorder.cli import main
 from tests.surroundings.launching import EXAMPLES, launched
 
 if TYPE_CHECKING:
-    from tests.forkserver.server import WarmPython
+    from tests.forkserver.process import ForkServer
 
 SCRIPT = EXAMPLES / "hang.py"
 
 
-def test_it_says_why_it_hangs(tmp_path: Path, warm_python: WarmPython) -> None:
-    done = launched(3, "--log-dir", tmp_path / "logs", SCRIPT, check=False, python=warm_python)
+def test_it_says_why_it_hangs(tmp_path: Path, fork_server: ForkServer) -> None:
+    done = launched(3, "--log-dir", tmp_path / "logs", SCRIPT, check=False, server=fork_server)
     lines = SCRIPT.read_text().splitlines()
     line = next(number for number, text in enumerate(lines, 1) if text.endswith("# the end of the road"))
     assert done.returncode != 0

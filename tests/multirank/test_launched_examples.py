@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from tests.surroundings.launching import EXAMPLES, launched
 
 if TYPE_CHECKING:
-    from tests.forkserver.server import WarmPython
+    from tests.forkserver.process import ForkServer
 
 
-def test_elastic(tmp_path: Path, warm_python: WarmPython) -> None:
+def test_elastic(tmp_path: Path, fork_server: ForkServer) -> None:
     argv = ("--max-restarts", "1", EXAMPLES / "elastic.py", "--out", "saves")
-    done = launched(2, *argv, folder=tmp_path, python=warm_python)
+    done = launched(2, *argv, folder=tmp_path, server=fork_server)
     assert "killed by SIGKILL" in done.stderr
     assert "restart 1 of 1" in done.stderr
     begun = re.findall(r"attempt (\d): 2 ranks begin at step (\d)", done.stdout)
@@ -25,8 +25,8 @@ def test_elastic(tmp_path: Path, warm_python: WarmPython) -> None:
     assert sorted(path.name for path in (tmp_path / "saves").iterdir()) == ["step-00000006", "step-00000008"]
 
 
-def test_backend(warm_python: WarmPython) -> None:
-    output = launched(2, EXAMPLES / "backend.py", python=warm_python).stdout
+def test_backend(fork_server: ForkServer) -> None:
+    output = launched(2, EXAMPLES / "backend.py", server=fork_server).stdout
     losses = dict(re.findall(r"cpu:(\w+): losses (.*)", output))
     assert sorted(losses) == ["gloo", "post"]
     assert losses["gloo"] == losses["post"]

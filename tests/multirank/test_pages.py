@@ -14,7 +14,7 @@ from tests.pages.commands import missing_files, problems
 from tests.surroundings.launching import environment
 
 if TYPE_CHECKING:
-    from tests.forkserver.server import WarmPython
+    from tests.forkserver.process import ForkServer
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 
@@ -34,14 +34,14 @@ def test_code_is_python(block: Block) -> None:
     compiled(block)
 
 
-def test_commands_are_known(warm_python: WarmPython) -> None:
+def test_commands_are_known(fork_server: ForkServer) -> None:
     """Programs, scripts and flags that pages show."""
     found = {
         _named(block): wrong
         for block in BLOCKS
         if block.language in ("sh", "console")
         for command, _ in commands_with_output(block)
-        if (wrong := problems(command, warm_python))
+        if (wrong := problems(command, fork_server))
     }
     assert found == {}
 
@@ -51,7 +51,7 @@ def test_files_that_pages_name_are_there() -> None:
 
 
 def test_tests_that_the_page_of_testing_shows(
-    tmp_path: Path, warm_python: WarmPython, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for block in blocks("docs/testing.md"):
         if block.title.endswith(".py"):
@@ -60,5 +60,5 @@ def test_tests_that_the_page_of_testing_shows(
     (tmp_path / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     argv = ("-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path)
-    done = warm_python.run(*argv, environ=environment())
+    done = fork_server.run(*argv, environ=environment())
     assert "3 passed" in done.stdout, done.stdout + done.stderr

@@ -24,7 +24,7 @@ from disttrain.testing.pytest_plugin import on_ranks
 from tests.cases.pipelines import mean_square, mlp, rows
 
 if TYPE_CHECKING:
-    from tests.forkserver.server import WarmPython
+    from tests.forkserver.process import ForkServer
 
 SECONDS = 20
 """Much more than it takes, and much less than the timeout."""
@@ -295,7 +295,7 @@ except DisttrainError as error:
 
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
-def test_a_rank_is_killed(when: str, tmp_path: Path, warm_python: WarmPython) -> None:
+def test_a_rank_is_killed(when: str, tmp_path: Path, fork_server: ForkServer) -> None:
     """In the middle of its second step: the others raise within seconds."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     script = tmp_path / "killed.py"
@@ -305,8 +305,8 @@ def test_a_rank_is_killed(when: str, tmp_path: Path, warm_python: WarmPython) ->
     try:
         for rank in range(3):
             arguments = (when, str(rank), store.host, str(store.port))
-            ranks.append(warm_python.start(script, *arguments, environ=environ))
-        codes = [rank.wait(timeout_s=100) for rank in ranks]
+            ranks.append(fork_server.start(script, *arguments, environ=environ))
+        codes = [rank.wait(100) for rank in ranks]
         outputs = [rank.stdout.read() for rank in ranks if rank.stdout is not None]
     finally:
         for rank in ranks:

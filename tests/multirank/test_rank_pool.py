@@ -18,7 +18,7 @@ import disttrain
 from disttrain.testing import RankPool, forks, pool
 from disttrain.testing.forks import RankParent
 from disttrain.testing.pool import RankError
-from tests.forkserver.pool import warm_pool
+from tests.forkserver.pool import forked_pool
 
 
 def answer(value: int) -> int:
@@ -116,9 +116,9 @@ def kill_parent(ranks: RankPool) -> None:
 
 
 def test_a_parent_that_died_says_why_and_is_replaced_and_a_worker_that_hangs_ends_without_one(
-    warm_addresses: list[str],
+    fork_servers: list[str],
 ) -> None:
-    with warm_pool(warm_addresses) as ranks:
+    with forked_pool(fork_servers) as ranks:
         assert ranks.run(1, answer, {"value": 1}) == [1]
         kill_parent(ranks)
         kill_worker(ranks)

@@ -25,8 +25,7 @@ from disttrain.errors import (
 )
 from disttrain.store import FileStore, HashStore, PrefixStore, Store, TCPStore, new_token
 from disttrain.store.serving import process
-from tests.forkserver.process import WarmProcess
-from tests.forkserver.server import WarmPython
+from tests.forkserver.process import ForkedProcess, ForkServer
 
 ENGINES = [engine for engine in ("pyuv", "uvloop") if importlib.util.find_spec(engine)]
 KINDS = [*(f"tcp-{engine}" for engine in ENGINES), "tls", "file", "hash"]
@@ -35,9 +34,9 @@ LONG_S = 30.0
 
 
 @pytest.fixture(autouse=True, scope="module")
-def warm_servers(launcher_python: WarmPython) -> Iterator[None]:
+def forked_servers(launcher_fork_server: ForkServer) -> Iterator[None]:
     """Servers are forked from one that has loaded what they do: each test has its own."""
-    start = functools.partial(WarmProcess[bytes], launcher_python)
+    start = functools.partial(ForkedProcess[bytes], launcher_fork_server)
     stand_in = SimpleNamespace(Popen=lambda command, **options: start(command[1:], **options))
     with mock.patch.object(process, "subprocess", stand_in):
         yield

@@ -22,7 +22,7 @@ from tests.cases.llama import trained
 from tests.surroundings.launching import EXAMPLES, command, environment
 
 if TYPE_CHECKING:
-    from tests.forkserver.server import WarmPython
+    from tests.forkserver.process import ForkServer
 
 SCRIPT = EXAMPLES / "train_llama.py"
 TINY = ("--model", "tiny", "--data", str(SCRIPT.parent), "--seq", "32", "--batch", "4", "--seed", "1")
@@ -30,9 +30,9 @@ RUN = (*TINY, "--steps", "30", "--save-every", "5", "--eval-every", "6")
 LIMIT_S = 100.0
 
 
-def start(python: WarmPython, folder: Path, *argv: str | Path) -> subprocess.Popen[str]:
+def start(server: ForkServer, folder: Path, *argv: str | Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command(2, *argv, python=python),
+        command(2, *argv, server=server),
         cwd=folder,
         env=environment(),
         stdin=subprocess.DEVNULL,
@@ -42,9 +42,9 @@ def start(python: WarmPython, folder: Path, *argv: str | Path) -> subprocess.Pop
     )
 
 
-def kill_rank(python: WarmPython, rank: int) -> None:
+def kill_rank(server: ForkServer, rank: int) -> None:
     """End one worker as the kernel does when memory runs out."""
-    psutil.Process(python.find({"RANK": str(rank), "TMPDIR": os.environ["TMPDIR"]})).send_signal(signal.SIGKILL)
+    psutil.Process(server.find({"RANK": str(rank), "TMPDIR": os.environ["TMPDIR"]})).send_signal(signal.SIGKILL)
 
 
 def losses(table: Path) -> list[dict[str, str]]:
@@ -53,17 +53,17 @@ def losses(table: Path) -> list[dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def finished(warm_python: WarmPython, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def finished(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder of a run one of whose ranks was killed on the way, and what it printed."""
     folder = tmp_path_factory.mktemp("killed")
-    process = start(warm_python, folder, "--max-restarts", "1", SCRIPT, *RUN, "--out", "mine")
+    process = start(fork_server, folder, "--max-restarts", "1", SCRIPT, *RUN, "--out", "mine")
     assert process.stdout is not None
     before = []
     for line in process.stdout:
         before.append(line)
         # That of step 15 has waited for the save of step 5 to be whole; at most two are kept.
         if "step    18   held out" in line:
-            kill_rank(warm_python, 1)
+            kill_rank(fork_server, 1)
             assert list((folder / "mine" / "checkpoints").glob("step-*"))
             break
     after, _ = process.communicate(timeout=LIMIT_S)

@@ -16,15 +16,15 @@ from tests.pages.commands import OURS
 from tests.surroundings.launching import LIMIT_S, environment, launcher
 
 if TYPE_CHECKING:
-    from tests.forkserver.server import WarmPython
+    from tests.forkserver.process import ForkServer
 
 PAGE = "docs/tutorial.md"
 PROGRAMS = {"python": [sys.executable], **{name: [sys.executable, "-m", module] for name, module in OURS.items()}}
 
 
-def _installed(command: str, python: WarmPython) -> str:
-    """The command with this interpreter's programs in place of those on the path, and the launcher on a warm one."""
-    programs = {**PROGRAMS, "disttrain-launch": launcher(python)}
+def _installed(command: str, server: ForkServer) -> str:
+    """The command with this interpreter's programs in place of those on the path, and forked workers."""
+    programs = {**PROGRAMS, "disttrain-launch": launcher(server)}
     return re.sub(r"(?<![\w/.-])(disttrain-\w+|python)(?= )", lambda found: shlex.join(programs[found[1]]), command)
 
 
@@ -33,7 +33,7 @@ def _words(text: str, folder: Path) -> str:
 
 
 @pytest.mark.timeout(300)
-def test_the_tutorial_does_what_it_shows(tmp_path: Path, warm_python: WarmPython) -> None:
+def test_the_tutorial_does_what_it_shows(tmp_path: Path, fork_server: ForkServer) -> None:
     num_commands = 0
     for block in blocks(PAGE):
         if block.language == "python":
@@ -41,7 +41,7 @@ def test_the_tutorial_does_what_it_shows(tmp_path: Path, warm_python: WarmPython
         elif not block.title.startswith(NOT_RUN):
             for command, shown in commands_with_output(block):
                 done = subprocess.run(
-                    ["bash", "-c", _installed(command, warm_python)],
+                    ["bash", "-c", _installed(command, fork_server)],
                     cwd=tmp_path,
                     env=environment(),
                     stdout=subprocess.PIPE,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from tests.surroundings.launching import ROOT, environment
 
 if TYPE_CHECKING:
-    from tests.forkserver.server import WarmPython
+    from tests.forkserver.process import ForkServer
 
 OURS = {"disttrain-flight": "disttrain.flight_recorder.cli", "disttrain-launch": "disttrain_launch"}
 """And the module that each runs."""
@@ -26,10 +26,10 @@ OTHERS = {"git", "kill", "mpirun", "openssl", "pip", "rm", "srun", ".", "cd", "k
 _BETWEEN = re.compile(r"[|&;<>]+")
 
 
-def problems(command: str, python: WarmPython) -> list[str]:
+def problems(command: str, server: ForkServer) -> list[str]:
     """What is wrong with a line of commands; empty: nothing that can be seen without running it.
 
-    Args: python  what runs our programs, some of which load torch.
+    Args: server  forks our programs, some of which load torch.
     """
     words = shlex.shlex(command, posix=True, punctuation_chars=True)
     words.whitespace_split = True
@@ -39,7 +39,7 @@ def problems(command: str, python: WarmPython) -> list[str]:
             each.append([])
         elif word != "...":
             each[-1].append(word)
-    return [problem for one in each for problem in _problems_of_one(_without_variables(one), python)]
+    return [problem for one in each for problem in _problems_of_one(_without_variables(one), server)]
 
 
 def _without_variables(words: list[str]) -> list[str]:
@@ -48,19 +48,19 @@ def _without_variables(words: list[str]) -> list[str]:
     return words
 
 
-def _problems_of_one(words: list[str], python: WarmPython) -> list[str]:
+def _problems_of_one(words: list[str], server: ForkServer) -> list[str]:
     if not words:
         return []
     program, arguments = words[0].removeprefix(".venv/bin/"), words[1:]
     if program in ("mpirun", "srun"):
         ours = next((place for place, word in enumerate(words) if word in OURS), len(words))
-        return _problems_of_one(words[ours:], python)
+        return _problems_of_one(words[ours:], server)
     if program in OURS:
-        return _of_ours(OURS[program], arguments, python)
+        return _of_ours(OURS[program], arguments, server)
     if program.startswith("python") and arguments[:1] == ["-m"]:
         if not arguments[1].startswith(("disttrain", "tests")):
             return []
-        return _of_ours(arguments[1], arguments[2:], python)
+        return _of_ours(arguments[1], arguments[2:], server)
     if program.startswith("python"):
         return _of_script(arguments) if arguments and arguments[0].endswith(".py") else []
     if program == "make":
@@ -69,7 +69,7 @@ def _problems_of_one(words: list[str], python: WarmPython) -> list[str]:
     return [] if program in OTHERS or (ROOT / program).is_file() else [f"{program}: no such program is known"]
 
 
-def _of_ours(module: str, arguments: list[str], python: WarmPython) -> list[str]:
+def _of_ours(module: str, arguments: list[str], server: ForkServer) -> list[str]:
     script = next(
         (place for place, word in enumerate(arguments) if word.endswith(".py") or word == "-m"), len(arguments)
     )
@@ -77,13 +77,13 @@ def _of_ours(module: str, arguments: list[str], python: WarmPython) -> list[str]
     flags = sorted({word.partition("=")[0] for word in arguments[:script] if re.match(r"--\w", word)})
     known, unknown = "", [f"{module}: no such program"]
     for count in range(len(leading), -1, -1):
-        known += _help(python, module, *leading[:count])
+        known += _help(server, module, *leading[:count])
         if known:
             unknown = [f"{module}: no flag {flag}" for flag in flags if not re.search(rf"{flag}\b", known)]
         if not unknown:
             break
     if arguments[script : script + 1] == ["-m"]:
-        return [*unknown, *_of_ours(arguments[script + 1], arguments[script + 2 :], python)]
+        return [*unknown, *_of_ours(arguments[script + 1], arguments[script + 2 :], server)]
     return [*unknown, *_of_script(arguments[script:])]
 
 
@@ -99,9 +99,9 @@ def _of_script(words: list[str]) -> list[str]:
 
 
 @cache
-def _help(python: WarmPython, *command: str) -> str:
+def _help(server: ForkServer, *command: str) -> str:
     """What the program says to --help; empty where it is no such command."""
-    done = python.run("-m", *command, "--help", environ={**environment(), "COLUMNS": "200"})
+    done = server.run("-m", *command, "--help", environ={**environment(), "COLUMNS": "200"})
     return done.stdout if done.returncode == os.EX_OK else ""
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tests.forkserver.server import WarmPython
+    from tests.forkserver.process import ForkServer
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -24,13 +24,13 @@ def environment(*, has_gpus: bool = False) -> dict[str, str]:
     return {**kept, **hidden, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
-def launcher(python: WarmPython | None = None) -> list[str]:
-    """The launcher's command; `python` is what its workers are forked from."""
-    return launcher_at(None if python is None else python.address)
+def launcher(server: ForkServer | None = None) -> list[str]:
+    """The launcher's command; `server` forks its workers."""
+    return launcher_at(None if server is None else server.address)
 
 
 def launcher_at(address: str | None) -> list[str]:
-    """The same, by the address of a warm Python."""
+    """The same, by the address of a fork server."""
     return [sys.executable, *launcher_arguments(address)]
 
 
@@ -41,9 +41,9 @@ def launcher_arguments(address: str | None) -> list[str]:
     )
 
 
-def command(num_ranks: int, *argv: str | Path, python: WarmPython | None = None) -> list[str]:
+def command(num_ranks: int, *argv: str | Path, server: ForkServer | None = None) -> list[str]:
     """The launcher's flags, if there are any, go before the script in `argv`."""
-    return [*launcher(python), "--standalone", "--nproc-per-node", str(num_ranks), *map(str, argv)]
+    return [*launcher(server), "--standalone", "--nproc-per-node", str(num_ranks), *map(str, argv)]
 
 
 def launched(
@@ -52,11 +52,11 @@ def launched(
     folder: Path | None = None,
     check: bool = True,
     has_gpus: bool = False,
-    python: WarmPython | None = None,
+    server: ForkServer | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run it in `folder` to its end. Raises: CalledProcessError when it fails and `check` is set."""
     return subprocess.run(
-        command(num_ranks, *argv, python=python),
+        command(num_ranks, *argv, server=server),
         cwd=folder,
         env=environment(has_gpus=has_gpus),
         capture_output=True,

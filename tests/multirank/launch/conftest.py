@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from tests.forkserver.process import WarmProcess
+from tests.forkserver.process import ForkedProcess
 from tests.surroundings.launching import launcher_arguments
 
 if TYPE_CHECKING:
-    from tests.forkserver.server import WarmPython
+    from tests.forkserver.process import ForkServer
 
 ROOT = Path(__file__).parents[3]
 MARK = "DISTTRAIN_TEST_JOB"
@@ -48,10 +48,10 @@ class Launches:
     """Starts launchers in a folder of their own; each carries `mark` into everything that it starts."""
 
     folder: Path
-    launcher_python: WarmPython
-    """What launchers are forked from."""
-    python: WarmPython | None = None
-    """What workers are forked from; None: each loads for itself what it needs."""
+    launcher_fork_server: ForkServer
+    """Forks launchers."""
+    server: ForkServer | None = None
+    """Forks workers; None: each loads for itself what it needs."""
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
     started: list[subprocess.Popen[str]] = field(default_factory=list)
 
@@ -61,9 +61,9 @@ class Launches:
         return name
 
     def start(self, *argv: str, **environ: str) -> subprocess.Popen[str]:
-        process: subprocess.Popen[str] = WarmProcess(
-            self.launcher_python,
-            [*launcher_arguments(None if self.python is None else self.python.address), *argv],
+        process: subprocess.Popen[str] = ForkedProcess(
+            self.launcher_fork_server,
+            [*launcher_arguments(None if self.server is None else self.server.address), *argv],
             cwd=self.folder,
             env={**self.environ(), **environ},
             stdin=subprocess.DEVNULL,
@@ -121,17 +121,17 @@ def port() -> int:
 
 
 @pytest.fixture
-def launches(tmp_path: Path, launcher_python: WarmPython) -> Iterator[Launches]:
+def launches(tmp_path: Path, launcher_fork_server: ForkServer) -> Iterator[Launches]:
     """Afterwards no process and no temporary folder of any launcher is left."""
-    launches = Launches(tmp_path, launcher_python)
+    launches = Launches(tmp_path, launcher_fork_server)
     yield launches
     _end(launches)
 
 
 @pytest.fixture
-def warm_launches(tmp_path: Path, launcher_python: WarmPython, warm_python: WarmPython) -> Iterator[Launches]:
+def forked_launches(tmp_path: Path, launcher_fork_server: ForkServer, fork_server: ForkServer) -> Iterator[Launches]:
     """For workers that need torch, where it is not their starting and ending that is looked at."""
-    launches = Launches(tmp_path, launcher_python, warm_python)
+    launches = Launches(tmp_path, launcher_fork_server, fork_server)
     yield launches
     _end(launches)
 

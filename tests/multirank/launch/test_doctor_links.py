@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from disttrain.doctor.links import read_links
 from disttrain.plan import HARDWARE
-from tests.forkserver.host import warm_host
+from tests.forkserver.host import server_in_host
 from tests.surroundings.launching import launcher_at
 from tests.surroundings.network_hosts import OWN_FOLDER, Weather, network_hosts
 
 if TYPE_CHECKING:
-    from tests.forkserver.server import WarmPython
+    from tests.forkserver.process import ForkServer
     from tests.multirank.launch.conftest import Launches
 
 NAMES = ("host-a", "host-b", "host-c")
@@ -20,7 +20,7 @@ DELAY_S = 5e-3
 
 
 def test_late_packets_are_found_in_the_file_of_links(
-    launches: Launches, warm_python: WarmPython, tmp_path: Path
+    launches: Launches, fork_server: ForkServer, tmp_path: Path
 ) -> None:
     launches.run("--new-token", "token")
     with network_hosts(tmp_path, *NAMES) as hosts:
@@ -29,7 +29,7 @@ def test_late_packets_are_found_in_the_file_of_links(
         for number, name in enumerate(NAMES):
             host = hosts.start(name)
             meeting = ("--nnodes", "3", "--node-rank", str(number), "--rdzv-endpoint", f"{NAMES[0]}:29500")
-            command = [*launcher_at(warm_host(warm_python, host.pid)), "doctor", *meeting, "--token-file", "token"]
+            command = [*launcher_at(server_in_host(fork_server, host.pid)), "doctor", *meeting, "--token-file", "token"]
             own = ["--nproc-per-node", "2", "--links", "links.json"]
             environ = {**launches.environ(), "TMPDIR": OWN_FOLDER, "OMP_NUM_THREADS": "1"}
             nodes.append(host.start([*command, *own], environ, launches.folder))

@@ -42,14 +42,14 @@ OTHER = """
 """
 
 
-def test_the_verdict_is_printed_and_the_dumps_are_kept(warm_launches: Launches) -> None:
-    script = warm_launches.folder / warm_launches.script(FAILING)
-    process = warm_launches.start("--nproc-per-node", "3", "--log-dir", "logs", str(script))
-    assert warm_launches.ready(process, 1) == ["[rank 2] ready\n"]
-    (warm_launches.folder / "now").touch()
-    ended = warm_launches.end(process)
+def test_the_verdict_is_printed_and_the_dumps_are_kept(forked_launches: Launches) -> None:
+    script = forked_launches.folder / forked_launches.script(FAILING)
+    process = forked_launches.start("--nproc-per-node", "3", "--log-dir", "logs", str(script))
+    assert forked_launches.ready(process, 1) == ["[rank 2] ready\n"]
+    (forked_launches.folder / "now").touch()
+    ended = forked_launches.end(process)
     assert ended.exit_code == 128 + signal.SIGKILL
-    folder = warm_launches.folder / "logs" / "flight"
+    folder = forked_launches.folder / "logs" / "flight"
     analysis = analyze(folder)
     assert [(dump.rank, dump.reason) for dump in analysis.dumps] == [(0, "SIGUSR2"), (1, "ring"), (2, "SIGUSR2")]
     assert "disttrain-launch: flight recorder: Rank 2 did not come to all_reduce #2 of group " in ended.stderr
@@ -75,26 +75,26 @@ def test_when_the_launcher_is_killed_the_rings_are_kept(launches: Launches) -> N
     assert [len(dump.records) for dump in analyze(folder).dumps] == [1, 1]
 
 
-def test_what_an_exception_says_is_on_the_screen_and_not_in_the_event_log(warm_launches: Launches) -> None:
-    script = warm_launches.script("""
+def test_what_an_exception_says_is_on_the_screen_and_not_in_the_event_log(forked_launches: Launches) -> None:
+    script = forked_launches.script("""
         import disttrain, torch
         disttrain.init_process_group(timeout=100)
         if disttrain.get_rank():
             raise ValueError("password")
         disttrain.all_reduce(torch.ones(4))
     """)
-    ended = warm_launches.run("--nproc-per-node", "2", "--log-dir", "logs", script)
+    ended = forked_launches.run("--nproc-per-node", "2", "--log-dir", "logs", script)
     assert "it ended with ValueError (password)" in ended.stderr
-    text = (warm_launches.folder / "logs" / "events.jsonl").read_text()
+    text = (forked_launches.folder / "logs" / "events.jsonl").read_text()
     assert "password" not in text
     (verdict,) = [one for one in map(json.loads, text.splitlines()) if one["event"] == "verdict"]
     assert (verdict["kind"], verdict["ranks"], verdict["cause"]) == ("rank_absent", [1], "raised")
-    assert verdict["dumps"] == str(warm_launches.folder / "logs" / "flight")
+    assert verdict["dumps"] == str(forked_launches.folder / "logs" / "flight")
 
 
-def test_a_worker_that_cannot_dump_gets_its_grace_all_the_same(warm_launches: Launches) -> None:
-    (warm_launches.folder / "file").touch()
-    script = warm_launches.script("""
+def test_a_worker_that_cannot_dump_gets_its_grace_all_the_same(forked_launches: Launches) -> None:
+    (forked_launches.folder / "file").touch()
+    script = forked_launches.script("""
         import disttrain, signal, sys, time
         disttrain.init_process_group(timeout=100)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit("saved"))
@@ -103,8 +103,8 @@ def test_a_worker_that_cannot_dump_gets_its_grace_all_the_same(warm_launches: La
             sys.exit(3)
         time.sleep(100)
     """)
-    dumps = str(warm_launches.folder / "file" / "dumps")
-    ended = warm_launches.run("--nproc-per-node", "2", script, DISTTRAIN_FLIGHT_DIR=dumps)
+    dumps = str(forked_launches.folder / "file" / "dumps")
+    ended = forked_launches.run("--nproc-per-node", "2", script, DISTTRAIN_FLIGHT_DIR=dumps)
     assert ended.exit_code == 3
     assert "[rank 0] saved" in ended.stderr
 
@@ -137,36 +137,36 @@ def _kept(launches: Launches) -> list[Path]:
     return sorted(private.glob("*"))
 
 
-def test_without_logs_a_job_that_fails_has_a_verdict_too_and_its_dumps_are_kept(warm_launches: Launches) -> None:
-    ended = warm_launches.run("--nproc-per-node", "2", warm_launches.script(RAISING), "raise")
+def test_without_logs_a_job_that_fails_has_a_verdict_too_and_its_dumps_are_kept(forked_launches: Launches) -> None:
+    ended = forked_launches.run("--nproc-per-node", "2", forked_launches.script(RAISING), "raise")
     assert ended.exit_code == 1
     assert "disttrain-launch: flight recorder: Rank 1 did not come to all_reduce #2 of group world" in ended.stderr
     assert "it ended with ValueError (bad batch)" in ended.stderr
-    (folder,) = _kept(warm_launches)
+    (folder,) = _kept(forked_launches)
     assert f"more: disttrain-flight {folder}\n" in ended.stderr
     assert folder.stat().st_mode & 0o777 == 0o700
     assert [dump.rank for dump in analyze(folder).dumps] == [0, 1]
     shutil.rmtree(folder.parent)
 
 
-def test_of_a_job_that_ends_well_nothing_is_left(warm_launches: Launches) -> None:
-    ended = warm_launches.run("--nproc-per-node", "2", warm_launches.script(RAISING))
+def test_of_a_job_that_ends_well_nothing_is_left(forked_launches: Launches) -> None:
+    ended = forked_launches.run("--nproc-per-node", "2", forked_launches.script(RAISING))
     assert (ended.exit_code, ended.stderr) == (0, "")
-    assert _kept(warm_launches) == []
+    assert _kept(forked_launches) == []
 
 
-def test_dumps_that_were_asked_for_are_kept(warm_launches: Launches) -> None:
-    process = warm_launches.start("--nproc-per-node", "2", warm_launches.script(RAISING), "stay")
-    warm_launches.ready(process, 2)
+def test_dumps_that_were_asked_for_are_kept(forked_launches: Launches) -> None:
+    process = forked_launches.start("--nproc-per-node", "2", forked_launches.script(RAISING), "stay")
+    forked_launches.ready(process, 2)
     process.send_signal(signal.SIGUSR2)
     deadline_s = time.monotonic() + 30
-    while len(list(warm_launches.folder.glob("disttrain-*/flight/*.flight"))) < 2:
+    while len(list(forked_launches.folder.glob("disttrain-*/flight/*.flight"))) < 2:
         assert time.monotonic() < deadline_s
         time.sleep(0.05)  # a process that dumps tells nobody
     process.send_signal(signal.SIGTERM)
-    ended = warm_launches.end(process)
+    ended = forked_launches.end(process)
     assert ended.exit_code == 128 + signal.SIGTERM
-    (folder,) = _kept(warm_launches)
+    (folder,) = _kept(forked_launches)
     assert (
         f"flight recorder: there are dumps from while the job ran.\n    more: disttrain-flight {folder}" in ended.stderr
     )

@@ -13,12 +13,12 @@ import pytest
 
 from disttrain.testing import RankPool
 from tests.cases import llama
-from tests.forkserver.host import warm_host
+from tests.forkserver.host import server_in_host
 from tests.surroundings.launching import EXAMPLES, launcher_at
 from tests.surroundings.network_hosts import OWN_FOLDER, Hosts, Weather, network_hosts
 
 if TYPE_CHECKING:
-    from tests.forkserver.server import WarmPython
+    from tests.forkserver.process import ForkServer
     from tests.multirank.launch.conftest import Launches
 
 NAMES = ("host-a", "host-b", "host-c")
@@ -53,7 +53,7 @@ def launch(
     nodes: str = "2:3",
     beats: int = 24,
     num_workers: int = NUM_WORKERS,
-    python: WarmPython | None = None,
+    server: ForkServer | None = None,
 ) -> subprocess.Popen[str]:
     """The launcher of this host, which is started where it does not run; `python`: what workers are forked from."""
     if not (launches.folder / "token").exists():
@@ -62,7 +62,7 @@ def launch(
     conf = f"last_call_timeout=1,keep_alive_interval=0.25,keep_alive_max_attempt={beats}"
     meeting = ("--nnodes", nodes, "--node-rank", str(NAMES.index(name)), "--rdzv-endpoint", f"{NAMES[0]}:29500")
     flags = ("--token-file", "token", "--rdzv-conf", conf, "--nproc-per-node", str(num_workers))
-    address = None if python is None else warm_host(python, host.pid)
+    address = None if server is None else server_in_host(server, host.pid)
     command = [*launcher_at(address), *meeting, *flags, *argv]
     environ = {**launches.environ(), "TMPDIR": OWN_FOLDER, "OMP_NUM_THREADS": "1"}  # all hosts have the same cores
     process = host.start(command, environ, launches.folder)
@@ -167,14 +167,14 @@ def wait_for_step(folder: Path, num_steps: int) -> None:
 
 @pytest.mark.timeout(300)
 def test_training_shrinks_to_two_hosts_and_grows_back_with_the_same_losses(
-    launches: Launches, hosts: Hosts, warm_python: WarmPython, rank_pool: RankPool
+    launches: Launches, hosts: Hosts, fork_server: ForkServer, rank_pool: RankPool
 ) -> None:
     num_steps = 24
     flags = ["--model", "tiny", "--seq", "32", "--batch", "12", "--seed", "1", "--data", str(EXAMPLES)]
     flags += ["--steps", str(num_steps), "--save-every", "4", "--eval-every", "40", "--sample", "0"]
     script = str(EXAMPLES / "train_llama.py")
     out = launches.folder / "disturbed"
-    run = partial(launch, launches, hosts, num_workers=1, python=warm_python)
+    run = partial(launch, launches, hosts, num_workers=1, server=fork_server)
     nodes = [run(name, script, *flags, "--out", out.name) for name in NAMES]
     wait_for_step(out, 6)
     host = hosts.running("host-c")

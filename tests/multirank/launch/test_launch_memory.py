@@ -48,7 +48,7 @@ def test_the_folder_in_memory_goes_with_the_job(launches: Launches, is_killed: b
     assert not Path(folder).exists()
 
 
-def test_saves_are_kept_there(warm_launches: Launches) -> None:
-    ended = warm_launches.run("--nproc-per-node", "2", warm_launches.script(SAVES_AND_LOADS))
+def test_saves_are_kept_there(forked_launches: Launches) -> None:
+    ended = forked_launches.run("--nproc-per-node", "2", forked_launches.script(SAVES_AND_LOADS))
     assert ended.stderr == ""
     assert sorted(ended.lines) == [f"[rank {rank}] loaded 1 [0, 1, 2, 3, 4]" for rank in range(2)]

@@ -53,8 +53,8 @@ def test_the_job_goes_on_when_the_node_with_its_store_is_killed(launches: Launch
     assert "node 0 is lost, and this node has taken its place" in texts
 
 
-def test_when_only_the_store_dies_nobody_notices(warm_launches: Launches, port: int) -> None:
-    script = warm_launches.script("""
+def test_when_only_the_store_dies_nobody_notices(forked_launches: Launches, port: int) -> None:
+    script = forked_launches.script("""
         import os, time
         import disttrain
         disttrain.init_process_group(timeout=60)
@@ -67,16 +67,16 @@ def test_when_only_the_store_dies_nobody_notices(warm_launches: Launches, port: 
         print("round", os.environ["DISTTRAIN_ROUND"], "of", disttrain.get_world_size())
         disttrain.destroy_process_group()
     """)
-    nodes = [start(warm_launches, port, "1:3", "--node-rank", str(rank), script) for rank in range(3)]
+    nodes = [start(forked_launches, port, "1:3", "--node-rank", str(rank), script) for rank in range(3)]
     for node in nodes:
-        warm_launches.ready(node, 1)
+        forked_launches.ready(node, 1)
     wait_for_standby(nodes[1:])
     store = store_of(nodes[0])
     assert store is not None
     store.send_signal(signal.SIGKILL)
     time.sleep(1.0)
-    (warm_launches.folder / "finish").touch()
-    ended = [warm_launches.end(node) for node in nodes]
+    (forked_launches.folder / "finish").touch()
+    ended = [forked_launches.end(node) for node in nodes]
     assert [(node.exit_code, node.lines) for node in ended] == [(0, [f"[rank {r}] round 0 of 3"]) for r in range(3)]
 
 

@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from tests.multirank.launch.conftest import Launches
 
 
-def test_a_plain_torch_distributed_script_runs_unchanged_and_meets_anew(warm_launches: Launches) -> None:
-    script = warm_launches.script("""
+def test_a_plain_torch_distributed_script_runs_unchanged_and_meets_anew(forked_launches: Launches) -> None:
+    script = forked_launches.script("""
         import os
         import torch
         import torch.distributed as dist
@@ -23,5 +23,5 @@ def test_a_plain_torch_distributed_script_runs_unchanged_and_meets_anew(warm_lau
         print(sizes.tolist(), dist.is_torchelastic_launched())
         dist.destroy_process_group()
     """)
-    ended = warm_launches.run("--nproc-per-node", "2", "--max-restarts", "1", script)
+    ended = forked_launches.run("--nproc-per-node", "2", "--max-restarts", "1", script)
     assert (ended.exit_code, sorted(ended.lines)) == (0, [f"[rank {rank}] [3.0, 3.0, 3.0] True" for rank in (0, 1)])

@@ -12,13 +12,13 @@ import pytest
 from tests.surroundings.launching import ROOT, environment
 
 if TYPE_CHECKING:
-    from tests.forkserver.server import WarmPython
+    from tests.forkserver.process import ForkServer
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 def test_ranks_meet_in_a_store_with_a_token_of_its_own_and_again_when_started_again(
-    tmp_path: Path, warm_python: WarmPython, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     script = """
@@ -46,6 +46,6 @@ def test_ranks_meet_in_a_store_with_a_token_of_its_own_and_again_when_started_ag
             print(f"attempt {attempt} {total.item()} {locked}\\n", end="", flush=True)
         """
     Path("script.py").write_text(dedent(script))
-    worker = (sys.executable, ROOT / "tests" / "forkserver" / "client.py", warm_python.address, "script.py")
-    ended = warm_python.run(*TORCHRUN, "--max-restarts", "1", "--no-python", *worker, environ=environment())
+    worker = (sys.executable, ROOT / "tests" / "forkserver" / "client.py", fork_server.address, "script.py")
+    ended = fork_server.run(*TORCHRUN, "--max-restarts", "1", "--no-python", *worker, environ=environment())
     assert (ended.returncode, ended.stdout.splitlines()) == (0, ["attempt 1 3.0 True"] * 2), ended.stderr
