@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import getpass
 import logging
 import os
 import shlex
@@ -11,7 +10,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,6 +52,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Of Inductor it is tested what it makes of our operators. Without vectors its C++ compiles in two thirds of the time,
 # and it need not try out, in six seconds, what the processor and the compiler can do.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+
+# A compiled header takes the compiler as long as two kernels, and none of the kernels less with it.
+os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 
 # Tests share their cores with ranks, so an example's time says nothing. A failure prints how to play it again.
 hypothesis.settings.register_profile("disttrain", deadline=None, print_blob=True)
@@ -164,9 +166,6 @@ def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     own, base = tmp_path_factory.mktemp("t"), tmp_path_factory.getbasetemp()
     cache = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "inductor"
     cache.mkdir(exist_ok=True)
-    with suppress(KeyError, OSError):  # a user without a name
-        # Compiled headers lie below the folder for temporary files, wherever the cache does.
-        (own / f"torchinductor_{getpass.getuser()}").symlink_to(cache)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
         patch.setenv("TMPDIR", str(own))

@@ -1,7 +1,5 @@
 """A fork server in a host of a test's own (`surroundings/network_hosts.py`), forked by one outside.
 
-    python -m tests.forkserver.host PID ADDRESS
-
 It joins the host's namespaces, and listens there: an abstract address is known within one network alone. It ends with
 the host. Source: setns(2).
 """
@@ -20,11 +18,15 @@ _NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
 """Of mounts, names, shared memory, processes and networks (linux/sched.h)."""
 
 
-def server_in_host(server: ForkServer, pid: int) -> str:
-    """The address of a new fork server in the host that this process belongs to."""
+def server_in_host(server: ForkServer, pid: int, prepare: str = "") -> str:
+    """The address of a new fork server in the host that this process belongs to.
+
+    Args: prepare  Python that it runs before it forks.
+    """
     address = f"{server.address}-{pid}"
     variables = {name: value for name, value in os.environ.items() if name != WRITERS}  # whom nobody reaches from there
-    script = server.start("-m", "tests.forkserver.host", str(pid), address, environ=variables)
+    program = f"{prepare}\nfrom tests.forkserver.host import main\nmain()"
+    script = server.start("-c", program, str(pid), address, environ=variables)
     assert script.stdout is not None
     assert script.stderr is not None
     said = script.stdout.readline()
@@ -34,6 +36,7 @@ def server_in_host(server: ForkServer, pid: int) -> str:
 
 
 def main() -> None:
+    """What runs in it; its arguments are the process and the address."""
     pid, address = sys.argv[1:]
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(os.pidfd_open(int(pid)), _NAMESPACES):
@@ -46,7 +49,3 @@ def main() -> None:
     owner, _held = socket.socketpair()  # nobody asks it to end
     print("listens", flush=True)
     serve(owner, listener)
-
-
-if __name__ == "__main__":
-    main()

@@ -22,7 +22,7 @@ def test_a_killed_save_leaves_the_old_state_or_the_new(tmp_path: Path, how: str)
     outcomes = json.loads(run.stdout)
     assert outcomes["old"] > 20
     assert outcomes["new"] > 3
-    assert outcomes["lived"] >= 2
+    assert outcomes["lived"] >= (2 if how == "steps" else 1)  # as many as die at each of their operations in turn
 
 
 def test_killed_training_and_killed_writers_leave_the_old_state_or_the_new(

@@ -83,7 +83,7 @@ def drawn_twice(draw: Draw, x: torch.Tensor, generator: torch.Generator | None) 
     return results
 
 
-@on_ranks(2, 3, 4)
+@on_ranks(3, 4)
 def test_draws() -> None:
     mesh = mesh_of_all()
     x = torch.rand(7, 4, generator=torch.Generator().manual_seed(0))

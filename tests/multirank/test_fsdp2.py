@@ -59,8 +59,9 @@ class CallCounter:
 
 
 @on_ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("meta", [False, True], ids=["initialised", "meta"])
-@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize(
+    ("meta", "reshard"), [(False, None), (False, True), (True, False)], ids=["initialised", "freed", "meta, kept"]
+)
 def test_training_equals_a_single_process(meta: bool, reshard: bool | None) -> None:
     reference = models.TinyModel().init(1).double()
     if meta:

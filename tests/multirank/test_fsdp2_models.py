@@ -110,7 +110,7 @@ def assert_trains_alike(name: str, *, checkpoints: dict[str, bool] | None = None
         )
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "bert", "mixtral"])
 def test_it_trains_as_in_one_process(name: str) -> None:
     assert_trains_alike(name)

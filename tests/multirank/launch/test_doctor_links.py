@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 
 NAMES = ("host-a", "host-b", "host-c")
 DELAY_S = 5e-3
+SMALL_MESSAGES = """
+from disttrain.doctor import link_speeds, network
+link_speeds.LARGE_BYTES = network.PAIR_BYTES = network.WHOLE_BYTES = 2 << 20
+"""
+"""What is large goes through a switch that is written in Python."""
 
 
 def test_late_packets_are_found_in_the_file_of_links(
@@ -29,7 +34,8 @@ def test_late_packets_are_found_in_the_file_of_links(
         for number, name in enumerate(NAMES):
             host = hosts.start(name)
             meeting = ("--nnodes", "3", "--node-rank", str(number), "--rdzv-endpoint", f"{NAMES[0]}:29500")
-            command = [*launcher_at(server_in_host(fork_server, host.pid)), "doctor", *meeting, "--token-file", "token"]
+            launcher = launcher_at(server_in_host(fork_server, host.pid, SMALL_MESSAGES))
+            command = [*launcher, "doctor", *meeting, "--token-file", "token"]
             own = ["--nproc-per-node", "2", "--links", "links.json"]
             environ = {**launches.environ(), "TMPDIR": OWN_FOLDER, "OMP_NUM_THREADS": "1"}
             nodes.append(host.start([*command, *own], environ, launches.folder))
