@@ -10,16 +10,14 @@ import torch
 
 from disttrain.dtensor._torch import (
     as_one_call,
-    handle_of,
     is_traced,
     make_wrapper,
     no_torch_function,
     use_foreach_for,
 )
 from disttrain.dtensor.dispatch.beneath import catch_all
-from disttrain.dtensor.dispatch.dispatch import dispatch, follow_recipe
+from disttrain.dtensor.dispatch.dispatch import dispatch
 from disttrain.dtensor.dispatch.implicit import replicates_plain
-from disttrain.dtensor.dispatch.keys import key_of_call
 from disttrain.dtensor.dispatch.lone_errors import tell_of
 from disttrain.dtensor.foreign import check_ours
 from disttrain.dtensor.gradients.settled import AsParameter
@@ -75,23 +73,6 @@ class DTensor(Traced, AsParameter, Outside, torch.Tensor):
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         try:
-            # Calls like one before are looked up right here, the shortest ones without a function's help.
-            spec = getattr(args[0], "_spec", None) if args else None
-            if spec is None:
-                return dispatch(_made, func, args, kwargs or _NOTHING)
-            num_args = len(args)
-            if num_args == 1 and not kwargs:
-                key: tuple[Any, ...] | None = (handle_of(func),)
-            elif num_args == 2 and not kwargs and (kind := type(args[1])) in _KEYED:
-                key = (handle_of(func), args[1]._spec if kind is DTensor else kind)
-            else:
-                key = key_of_call(func, args, kwargs)
-            run = spec.plans.get(key)
-            if run is not None:
-                return run(args, kwargs or _NOTHING)
-            result = None if key is None else follow_recipe(_made, func, args, kwargs or _NOTHING, spec, key)
-            if result is not None:
-                return result
             return dispatch(_made, func, args, kwargs or _NOTHING)
         except Exception as error:
             check_ours(func.name(), "an operand", *args, *(kwargs or _NOTHING).values())
@@ -285,7 +266,6 @@ class DTensor(Traced, AsParameter, Outside, torch.Tensor):
 
 
 use_foreach_for(DTensor)
-_KEYED = frozenset({DTensor, float})
 catch_all()
 _getitem, _setitem = torch.Tensor.__getitem__, torch.Tensor.__setitem__
 _NOTHING: dict[str, Any] = {}

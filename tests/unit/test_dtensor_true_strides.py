@@ -11,7 +11,7 @@ from torch.nn import functional
 import disttrain
 from disttrain.dtensor import Placement, Replicate, Shard, distribute_tensor
 from disttrain.testing import run_threads
-from tests.layout_cases import normal
+from tests.cases.layouts import normal
 
 KERNELS: dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], torch.Tensor]]] = {
     "logsigmoid": ((6, 4), lambda x: functional.logsigmoid(x.t())),

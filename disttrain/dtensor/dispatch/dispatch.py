@@ -7,7 +7,8 @@ tensors, which is right for every operator but moves bytes, and says so once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -19,18 +20,20 @@ from disttrain.dtensor._torch import (
     OpOverload,
     composed_in_inference,
     facts_of,
+    handle_of,
     is_called_by_autograd,
     is_traced,
     off_the_record,
     put_on_record,
 )
-from disttrain.dtensor.dispatch import foreach
+from disttrain.dtensor.dispatch.any_size import AnySizePlan, any_size_plan
 from disttrain.dtensor.dispatch.by_others import BY_OTHERS
 from disttrain.dtensor.dispatch.call_plan import Run, Wrap, bind, replaced, simple, tensors_of, written_tensors
 from disttrain.dtensor.dispatch.even_bags import specs_of_even_bags
+from disttrain.dtensor.dispatch.foreach import NORM, bind_lists, is_of_lists
 from disttrain.dtensor.dispatch.global_outputs import global_outputs
 from disttrain.dtensor.dispatch.implicit import replicates_plain
-from disttrain.dtensor.dispatch.keys import form_of_call, key_of_call
+from disttrain.dtensor.dispatch.keys import Key, form_of_key, key_of_call, leader_of_list
 from disttrain.dtensor.dispatch.mixed import (
     are_scalars_apart,
     as_replicated,
@@ -40,135 +43,117 @@ from disttrain.dtensor.dispatch.mixed import (
     specs_of,
 )
 from disttrain.dtensor.dispatch.propagate import propagate
-from disttrain.dtensor.dispatch.recipe import Recipe, recipe_for
 from disttrain.dtensor.dispatch.true_strides import rewrapped, with_true_strides
 from disttrain.dtensor.dispatch.whole import run_whole, values_of
 from disttrain.dtensor.foreign import check_ours
 from disttrain.dtensor.gradients.scaling import UNSCALE, unscale
 from disttrain.dtensor.gradients.zeros import own_zeros
-from disttrain.dtensor.rules import CUSTOM, OpCall, Propagation, Rule, find_rule, has_own_rule
+from disttrain.dtensor.rules import CUSTOM, OpCall, find_rule, has_own_rule
 from disttrain.dtensor.spec.layout import Spec
 from disttrain.dtensor.views.calls import is_view_copy, run_with_copies
 
 MAX_PLANS = 4096
-"""Closures kept for one first operand's spec; past it, all are forgotten."""
+"""Plans kept for one leading operand's spec, or for one layout; past it, all are forgotten."""
 
 facts = cache(facts_of)
 
 
-class _Planned(NamedTuple):
+class _Plan(NamedTuple):
+    """How to run one call, and which others may be run so."""
+
     run: Run
-    rule: Rule
-    recipe: Recipe | None
-    dtype: torch.dtype
-    """Of the first result."""
-    call: OpCall
-    propagation: Propagation
+    is_lasting: bool = False
+    """True when all calls of the same key may be."""
+    any_size: AnySizePlan | None = None
+    """The same for calls that differ in sizes alone."""
+    as_seen: Callable[[Any], tuple[Run, Any] | None] | None = None
+    """Of the first results: how to run calls with the strides that these have, and the results with these strides; None
+    where they are as planned."""
 
 
 def dispatch(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `op` on arguments of which some are DTensors; results are DTensors, but for values that are no tensors."""
-    first: Any = args[0] if args else None
-    is_list = type(first) is list and bool(first)
-    if is_list and op.name().startswith(("aten::_foreach_", "aten::_fused_")):
-        result = foreach.run_known(wrap, op, args, kwargs)
-        return _dispatch_once(wrap, op, args, kwargs, None, None) if result is foreach.MOVES else result
-    spec: Spec | None = getattr(first[0] if is_list else first, "_spec", None)
-    if spec is None or spec.is_symbolic or spec.view_copy is not None:
-        return _dispatch_once(wrap, op, args, kwargs, None, None)
-    key = key_of_call(op, (None, *args) if is_list else args, kwargs)
-    if key is None:
-        return _dispatch_once(wrap, op, args, kwargs, None, None)
-    run = spec.plans.get(key)
-    if run is not None:
-        return run(args, kwargs)
-    return _dispatch_once(wrap, op, args, kwargs, spec.plans, key)
+    """Run `op` on arguments of which some are DTensors; results are DTensors, but for values that are no tensors.
+
+    The plan of a call is looked up here and nowhere else: under its key, with the spec of its leading operand, which is
+    the first argument, or the first tensor of a list that comes first.
+    """
+    leader: Spec | None = getattr(args[0], "_spec", None) if args else None
+    num_args = 0 if kwargs else len(args)
+    key: Key | None
+    if leader is None:
+        leader = leader_of_list(args)
+        key = None if leader is None else key_of_call(op, args, kwargs)
+    # The shortest keys are made right here: a function's help would cost as much as they do.
+    elif num_args == 1:
+        key = (handle_of(op),)
+    elif num_args == 2 and (kind := type(args[1])) is float:
+        key = (handle_of(op), kind)
+    elif num_args == 2 and kind is type(args[0]):
+        key = (handle_of(op), args[1]._spec)
+    else:
+        key = key_of_call(op, args[1:], kwargs)
+    run = None if leader is None else leader.plans.get(key)
+    if run is None:
+        run = _run_for_new(wrap, op, args, kwargs, leader, key)
+    return run(args, kwargs)
 
 
-def follow_recipe(
-    wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], spec: Spec, key: tuple[Any, ...]
-) -> torch.Tensor | None:
-    """What `op` returns where it was planned for other sizes, kept as `key` for those of `spec`; else None."""
-    recipe: Recipe | None = spec.layout.plans.get(form_of_call(op, args, kwargs))
-    if recipe is None:
-        return None
-    result, result_spec = recipe.follow(wrap, args, kwargs)
-    if result_spec is not None:
-        run = simple(wrap, recipe.compute, recipe.num_operands, len(args), kwargs, result_spec)
-        _keep(spec.plans, key, _while_dtype_lasts(wrap, op, run, (spec,), result_spec.dtype))
-    return result
+def _run_for_new(
+    wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], leader: Spec | None, key: Key | None
+) -> Run:
+    """How to run a call that is like none before; kept for those that will be like it."""
+    if leader is None or key is None or leader.is_symbolic:
+        return _plan(wrap, op, args, kwargs).run
+    form = form_of_key(leader, key)
+    any_size: AnySizePlan | None = leader.layout.plans.get(form)
+    if any_size is not None:
+        return partial(_run_in_new_size, wrap, op, leader, key, any_size)
+    plan = _plan(wrap, op, args, kwargs)
+    if plan.is_lasting:
+        _keep(leader.plans, key, plan.run)
+    if form is not None and plan.any_size is not None:
+        _keep(leader.layout.plans, form, plan.any_size)
+    return plan.run if plan.as_seen is None else partial(_run_first, leader, key, plan.run, plan.as_seen)
 
 
-def _dispatch_once(
-    wrap: Wrap,
-    op: OpOverload,
+def _run_first(
+    leader: Spec,
+    key: Key,
+    run: Run,
+    as_seen: Callable[[Any], tuple[Run, Any] | None],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    plans: dict[Any, Run] | None,
-    key: Any,
 ) -> Any:
-    op_facts = facts(op)
-    if op_facts.is_composed and op not in CUSTOM and not has_own_rule(op_facts):
-        return composed_in_inference(op, *args, **kwargs)  # autograd, which would have taken it apart, is off
-    if own_zeros(op, args):
-        plans = None  # so that the next such call comes here, too
-    tensors = tensors_of([*args, *kwargs.values()])
-    check_ours(op_facts.name, "an operand", *tensors)
-    if any(is_view_copy(tensor) for tensor in tensors):
-        return run_with_copies(partial(dispatch, wrap, op), wrap, op, op_facts, args, kwargs)
-    if foreach.is_of_lists(op_facts, args):
-        return foreach.run(wrap, op, op_facts, args, kwargs)
-    if op is UNSCALE:
-        return unscale(wrap, op, *args, **kwargs)
-    written = written_tensors(op_facts, args, kwargs)
-    if are_scalars_apart(tensors, written):
-        plain_args, plain_kwargs = replaced(args, kwargs, values_of(tensors))
-        return op(*plain_args, **plain_kwargs)
-    specs = specs_of(op_facts, tensors, written) or specs_of_even_bags(op_facts, args, kwargs, tensors)
-    if specs is None:
-        _check_may_replicate(op_facts, tensors)
-        new_args, new_kwargs = replaced(args, kwargs, as_replicated(wrap, op_facts, written, tensors))
-        return dispatch(wrap, op, tuple(new_args), new_kwargs)
-    has_symbols = is_traced() and _has_symbols(args, kwargs, specs)
-    if plans is None or has_symbols:
-        planned = _planned(wrap, op, op_facts, args, kwargs, specs, has_symbols=has_symbols)
-        if planned is None:
-            return _without_plan(wrap, OpCall(op, op_facts, args, kwargs, specs, ()), tensors)
-        return planned.run(args, kwargs)
-    form = form_of_call(op, args, kwargs)
-    assert specs[0] is not None
-    recipes: dict[Any, Recipe] = specs[0].layout.plans
-    planned = _planned(wrap, op, op_facts, args, kwargs, specs)
-    if planned is None:
-        return _without_plan(wrap, OpCall(op, op_facts, args, kwargs, specs, ()), tensors)
-    if form is not None and planned.recipe is not None:
-        _keep(recipes, form, planned.recipe)
-    run, results = _first_run(wrap, planned, args, kwargs)
-    run = _by_numbers(wrap, op, args, kwargs, run) if planned.rule.reads_numbers else run
-    _keep(plans, key, _while_dtype_lasts(wrap, op, run, specs, planned.dtype))
+    """The first call of a plan, which shows whether results have the strides that were planned."""
+    results = run(args, kwargs)
+    seen = as_seen(results)
+    if seen is None:
+        return results
+    run, results = seen
+    _keep(leader.plans, key, run)
     return results
 
 
-def _first_run(wrap: Wrap, planned: _Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Run, Any]:
-    """The plan, bound to the strides that its first run shows, and the results."""
-    results = planned.run(args, kwargs)
-    call = with_true_strides(planned.call, results)
-    if call is None:
-        return planned.run, results
-    return bind(wrap, call, planned.rule, planned.propagation), rewrapped(wrap, results, call.outputs)
-
-
-def _check_may_replicate(op_facts: OpFacts, tensors: Sequence[torch.Tensor]) -> None:
-    may_replicate = has_small_ones_only(tensors) or replicates_plain(mesh_of(tensors).world)
-    if not (may_replicate or is_called_by_autograd()):
-        raise meets_plain(op_facts, tensors)
-
-
-def _without_plan(wrap: Wrap, call: OpCall, tensors: Sequence[torch.Tensor]) -> Any:
-    by_others = BY_OTHERS.get(call.op)
-    if by_others is not None:
-        return by_others(*call.arguments, **call.keywords)
-    return run_whole(wrap, call.op, call, tensors)
+def _run_in_new_size(
+    wrap: Wrap,
+    op: OpOverload,
+    leader: Spec,
+    key: Key,
+    any_size: AnySizePlan,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """A call that was planned for other sizes, and is then kept for its own."""
+    part, spec = any_size.part_and_spec(args, kwargs)
+    if spec is None:
+        run = _plan(wrap, op, args, kwargs).run
+        result = run(args, kwargs)
+    else:
+        run = simple(wrap, any_size.compute, any_size.num_operands, len(args), kwargs, spec)
+        run = _while_dtype_lasts(wrap, op, (leader,), spec.dtype, run)
+        result = wrap(part, spec)
+    _keep(leader.plans, key, run)
+    return result
 
 
 def _keep(table: dict[Any, Any], key: Any, value: Any) -> None:
@@ -177,47 +162,133 @@ def _keep(table: dict[Any, Any], key: Any, value: Any) -> None:
     table[key] = value
 
 
-def _by_numbers(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], first: Run) -> Run:
-    """A closure that is good for calls with the same floats, and plans anew for others."""
+def _plan(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Plan:
+    op_facts = facts(op)
+    if op_facts.is_composed and op not in CUSTOM and not has_own_rule(op_facts):
+        # Autograd, which would have taken it apart, is off.
+        return _Plan(lambda args, kwargs: composed_in_inference(op, *args, **kwargs))
+    has_zeros = own_zeros(op, args)
+    tensors = tensors_of([*args, *kwargs.values()])
+    check_ours(op_facts.name, "an operand", *tensors)
+    if any(is_view_copy(tensor) for tensor in tensors):
+        return _Plan(partial(run_with_copies, partial(dispatch, wrap, op), wrap, op, op_facts))
+    if is_of_lists(op_facts, args):
+        list_specs = [getattr(tensor, "_spec", None) for tensor in tensors]
+        run = bind_lists(wrap, op, op_facts, args, kwargs)
+        if op is NORM:
+            run = _while_numbers_last(wrap, op, args, kwargs, run)
+        run = _while_dtype_lasts(wrap, op, list_specs, torch.get_default_dtype(), run)
+        return _Plan(run, is_lasting=not _has_symbols(args, kwargs, list_specs))
+    if op is UNSCALE:
+        return _Plan(lambda args, kwargs: unscale(wrap, op, *args, **kwargs))
+    written = written_tensors(op_facts, args, kwargs)
+    if are_scalars_apart(tensors, written):
+        return _Plan(_on_others(values_of(tensors), lambda args, kwargs: op(*args, **kwargs)))
+    specs = specs_of(op_facts, tensors, written) or specs_of_even_bags(op_facts, args, kwargs, tensors)
+    if specs is None:
+        _check_may_replicate(op_facts, tensors)
+        return _Plan(_on_others(as_replicated(wrap, op_facts, written, tensors), partial(dispatch, wrap, op)))
+    plan = _plan_by_rule(wrap, op, op_facts, args, kwargs, specs) if _can_be_planned(op_facts) else None
+    if plan is not None:
+        # The next call whose gradients are zeros has to come here, too.
+        return _Plan(plan.run) if has_zeros else plan
+    by_others = BY_OTHERS.get(op)
+    if by_others is not None:
+        return _Plan(lambda args, kwargs: by_others(*args, **kwargs))
+    return _Plan(lambda args, kwargs: run_whole(wrap, op, OpCall(op, op_facts, args, kwargs, specs, ()), tensors))
+
+
+def _on_others(tensors: Sequence[torch.Tensor], run: Run) -> Run:
+    """`run` on the same arguments, but `tensors` in place of theirs."""
+
+    def run_on_others(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        other_args, other_kwargs = replaced(args, kwargs, tensors)
+        return run(tuple(other_args), other_kwargs)
+
+    return run_on_others
+
+
+def _check_may_replicate(op_facts: OpFacts, tensors: Sequence[torch.Tensor]) -> None:
+    may_replicate = has_small_ones_only(tensors) or replicates_plain(mesh_of(tensors).world)
+    if not (may_replicate or is_called_by_autograd()):
+        raise meets_plain(op_facts, tensors)
+
+
+def _plan_by_rule(
+    wrap: Wrap,
+    op: OpOverload,
+    op_facts: OpFacts,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    specs: tuple[Spec | None, ...],
+) -> _Plan | None:
+    """None for an operator without a rule."""
+    has_symbols = is_traced() and _has_symbols(args, kwargs, specs)
+    with nullcontext() if has_symbols else off_the_record():
+        # Nothing of the call but its specs may be kept in the plan.
+        with off_the_record(with_symbols=has_symbols):
+            shown_args, shown_kwargs = replaced(
+                args, kwargs, [_meta(tensor) for tensor in tensors_of([*args, *kwargs.values()])]
+            )
+            outputs = global_outputs(op, op_facts, shown_args, shown_kwargs, may_know=not has_symbols)
+        if outputs is None:
+            return None
+        if has_symbols:
+            put_on_record(outputs, _numbers_of(args, kwargs, specs))
+        call = OpCall(op, op_facts, tuple(shown_args), shown_kwargs, specs, outputs)
+        rule = find_rule(call)
+        if rule is None:
+            return None
+        if rule.outputs is not None:
+            call = replace(call, outputs=rule.outputs(call))
+        propagation = (rule.joint(call) if rule.joint is not None else None) or propagate(call, rule)
+        if has_symbols:
+            return _Plan(bind(wrap, call, rule, propagation))
+
+        def bound(call: OpCall) -> Run:
+            run = bind(wrap, call, rule, propagation)
+            if rule.reads_numbers:
+                run = _while_numbers_last(wrap, op, args, kwargs, run)
+            return _while_dtype_lasts(wrap, op, specs, outputs[0].dtype if outputs else torch.bool, run)
+
+        def as_seen(results: Any) -> tuple[Run, Any] | None:
+            seen = with_true_strides(call, results)
+            return None if seen is None else (bound(seen), rewrapped(wrap, results, seen.outputs))
+
+        return _Plan(bound(call), True, any_size_plan(call, rule, propagation), as_seen)
+
+
+def _while_numbers_last(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run) -> Run:
+    """`run` for calls with the same floats, which are not in the key."""
     numbers = _numbers(args, kwargs)
     if not numbers:
-        return first
-    if len(args) == 2 and not kwargs and type(args[1]) is float:
-        (number,) = numbers
+        return run
+    if len(args) > 2 or kwargs:
+        return _while(lambda args, kwargs: _numbers(args, kwargs) == numbers, run, wrap, op)
+    (number,) = numbers
 
-        # A norm of many tensors, one by one, comes here; its key says that there are two arguments, and what kinds.
-        def run_by_second(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if args[1] == number:
-                return first(args, kwargs)
-            return _dispatch_once(wrap, op, args, kwargs, None, None)
+    # A norm of many tensors, one by one, comes here: `_while` would call twice for each.
+    def run_by_second(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return run(args, kwargs) if args[1] == number else _plan(wrap, op, args, kwargs).run(args, kwargs)
 
-        return run_by_second
-
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if _numbers(args, kwargs) == numbers:
-            return first(args, kwargs)
-        return _dispatch_once(wrap, op, args, kwargs, None, None)
-
-    return run
+    return run_by_second
 
 
-def _while_dtype_lasts(
-    wrap: Wrap, op: OpOverload, first: Run, specs: Sequence[Spec | None], result: torch.dtype
-) -> Run:
-    """A closure that is good as long as the default dtype is what it is now, where the result may be of that dtype."""
-    if not _is_inexact(result):
-        return first
-    for spec in specs:
-        if spec is not None and _is_inexact(spec.dtype):
-            return first
+def _while_dtype_lasts(wrap: Wrap, op: OpOverload, specs: Sequence[Spec | None], result: torch.dtype, run: Run) -> Run:
+    """`run` as long as the default dtype is what it is now, where the result may be of that dtype."""
+    if not _is_inexact(result) or any(spec is not None and _is_inexact(spec.dtype) for spec in specs):
+        return run
     dtype = torch.get_default_dtype()
+    return _while(lambda *_: torch.get_default_dtype() is dtype, run, wrap, op)
 
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch.get_default_dtype() is dtype:
-            return first(args, kwargs)
-        return _dispatch_once(wrap, op, args, kwargs, None, None)
 
-    return run
+def _while(holds: Callable[[tuple[Any, ...], dict[str, Any]], bool], run: Run, wrap: Wrap, op: OpOverload) -> Run:
+    """`run` for calls of which something `holds` that their key does not say; others are planned by themselves."""
+
+    def run_guarded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return run(args, kwargs) if holds(args, kwargs) else _plan(wrap, op, args, kwargs).run(args, kwargs)
+
+    return run_guarded
 
 
 def _is_inexact(dtype: torch.dtype) -> bool:
@@ -226,57 +297,6 @@ def _is_inexact(dtype: torch.dtype) -> bool:
 
 def _numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float | complex]:
     return [value for value in (*args, *kwargs.values()) if isinstance(value, float | complex)]
-
-
-def _planned(
-    wrap: Wrap,
-    op: OpOverload,
-    op_facts: OpFacts,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    specs: tuple[Spec | None, ...],
-    *,
-    has_symbols: bool = False,
-) -> _Planned | None:
-    """How to run the call; None for an operator without a rule."""
-    if not _can_be_planned(op_facts):
-        return None
-    if has_symbols:
-        return _planned_by_rule(wrap, op, op_facts, args, kwargs, specs, has_symbols=True)
-    with off_the_record():
-        return _planned_by_rule(wrap, op, op_facts, args, kwargs, specs, has_symbols=False)
-
-
-def _planned_by_rule(
-    wrap: Wrap,
-    op: OpOverload,
-    op_facts: OpFacts,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    specs: tuple[Spec | None, ...],
-    *,
-    has_symbols: bool,
-) -> _Planned | None:
-    # Nothing of the call but its specs may be kept in the closure.
-    with off_the_record(with_symbols=has_symbols):
-        shown_args, shown_kwargs = replaced(
-            args, kwargs, [_meta(tensor) for tensor in tensors_of([*args, *kwargs.values()])]
-        )
-        outputs = global_outputs(op, op_facts, shown_args, shown_kwargs, may_know=not has_symbols)
-    if outputs is None:
-        return None
-    if has_symbols:
-        put_on_record(outputs, _numbers_of(args, kwargs, specs))
-    call = OpCall(op, op_facts, tuple(shown_args), shown_kwargs, specs, outputs)
-    rule = find_rule(call)
-    if rule is None:
-        return None
-    if rule.outputs is not None:
-        call = replace(call, outputs=rule.outputs(call))
-    propagation = (rule.joint(call) if rule.joint is not None else None) or propagate(call, rule)
-    dtype = outputs[0].dtype if outputs else torch.bool
-    recipe = None if has_symbols else recipe_for(call, rule, propagation)
-    return _Planned(bind(wrap, call, rule, propagation), rule, recipe, dtype, call, propagation)
 
 
 def _has_symbols(args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[Spec | None]) -> bool:

@@ -1,18 +1,20 @@
 """`_foreach_` and `_fused_` operators: one call on the lists of local parts.
 
-An optimizer calls them on the same hundreds of tensors in every step. Lists that lie as the first one does are known by
-one comparison of lists, and unwrapped without a look at each tensor.
+An optimizer calls them on the same hundreds of tensors in every step. The parts of a list of which nothing moves
+are taken out without a look at each tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 
-from disttrain.dtensor._torch import OpFacts, OpOverload, binding_of, handle_of
+from disttrain.dtensor._torch import OpFacts, OpOverload, binding_of
+from disttrain.dtensor.dispatch.call_plan import Run, Wrap
 from disttrain.dtensor.redistribute.local import redistribute_local
 from disttrain.dtensor.redistribute.many import Move, Moves
 from disttrain.dtensor.spec.layout import Layout, Spec
@@ -21,12 +23,9 @@ from disttrain.dtensor.views.view_copy import count_writes
 from disttrain.errors import LayoutError
 
 _local_of: Final = attrgetter("_local_tensor")
-_spec_of: Final = attrgetter("_spec")
-_NORM: Final = torch.ops.aten._foreach_norm.Scalar
+NORM: Final = torch.ops.aten._foreach_norm.Scalar
 _OTHER_SIGNATURES: Final = frozenset({"addcdiv_", "addcmul_"})
 """Operators whose form for one tensor takes the scalar by keyword."""
-
-Wrap = Callable[[torch.Tensor, Spec], torch.Tensor]
 
 
 def is_of_lists(facts: OpFacts, args: Sequence[Any]) -> bool:
@@ -34,122 +33,150 @@ def is_of_lists(facts: OpFacts, args: Sequence[Any]) -> bool:
     return type(args[0] if args else None) is list and facts.name.startswith(("aten._foreach_", "aten._fused_"))
 
 
-def run_known(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """As `run`, where `op` has been run on such lists before and nothing moves; else MOVES, and nothing is done."""
-    specs = _specs_of(args[0])
-    known: _Known | None = None if specs is None else specs[0].plans.get(_key(op, specs, args, kwargs))
-    if known is None or specs is None:
-        return MOVES
-    local_args = [[*map(_local_of, args[0])], *[_unwrapped(value, specs) for value in args[1:]]]
-    local_kwargs = {name: _unwrapped(value, specs) for name, value in kwargs.items()}
-    if any(value is MOVES for value in (*local_args, *local_kwargs.values())):
-        return MOVES
-    results = known.compute(*local_args, **local_kwargs)
-    if known.written:
-        _count(known.written, args, kwargs)
-        return None
-    if known.norms is not None:
-        return [*map(wrap, results, known.norms)]
-    return _wrapped(wrap, results, specs)
-
-
-def run(wrap: Wrap, op: OpOverload, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `op` on the local parts: element for element, every list follows the layouts of the first one.
+def bind_lists(wrap: Wrap, op: OpOverload, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Run:
+    """The closure for all calls on lists of the same specs: element for element, every list follows the layouts of the
+    first one.
 
     Results lie as the first list does, but for norms, whose sharded axes become partial.
     """
     if facts.mutated and any(_is_partial(tensor) for tensor in args[0]):
         if _can_go_one_by_one(facts):
-            return _one_by_one(facts, args, kwargs)
+            return partial(_one_by_one, facts)
         if facts.name.startswith("aten._foreach_"):
-            return _by_copies(op, facts, args, kwargs)
+            return partial(_by_copies, op, facts)
     leaders = [_leader(facts, tensor) for tensor in args[0]]
-    local_args = [_localized(facts, value, leaders) for value in args]
-    local_kwargs = {name: _localized(facts, value, leaders) for name, value in kwargs.items()}
-    specs = _specs_of(args[0])
-    may_be_known = specs is not None and specs == leaders and not any(spec.is_symbolic for spec in specs)
-    if facts.name == "aten._foreach_norm":
-        norms = _norms(wrap, local_args, local_kwargs, leaders)
-        if specs is not None and may_be_known and all(part.numel() for part in local_args[0]):
-            norm_specs = [norm._spec for norm in norms]  # type: ignore[attr-defined]
-            known = _Known(binding_of(op), (), norm_specs)
-            specs[0].plans[_key(op, specs, args, kwargs)] = known
-        return norms
-    results = op(*local_args, **local_kwargs)
-    if not facts.mutated:
-        _check_shapes(facts, results, leaders)
-    written = _written_lists(facts, args)
-    if specs is not None and may_be_known:
-        specs[0].plans[_key(op, specs, args, kwargs)] = _Known(binding_of(op), written)
+    local_args = _Localizers(facts, args, kwargs, leaders)
     if facts.mutated:
-        _write_back(facts, args, local_args, leaders)
-        _count(written, args, kwargs)
-        return None
-    return [
-        part if spec is None else wrap(part, Spec(spec.layout, spec.shape, spec.stride, part.dtype))
-        for part, spec in zip(results, leaders, strict=True)
-    ]
+        return _writing(binding_of(op), facts, local_args, args, leaders)
+    if op is not NORM:
+        return _returning(wrap, binding_of(op), facts, local_args, leaders)
+    order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+    has_empty = not all(getattr(tensor, "_local_tensor", tensor).numel() for tensor in args[0])
+    compute = _norms_of_padded if has_empty and order == float("inf") else binding_of(op)
+    return _returning(wrap, compute, facts, local_args, _norm_specs(leaders, order))
 
 
-class _Known(NamedTuple):
-    """First lists of some specs need no look at each: nothing of them is partial."""
+class _Localizers:
+    """How each argument of a call becomes what the operator gets for it on this rank."""
 
-    compute: Callable[..., Any]
-    written: tuple[int, ...]
-    """The positions of lists that are written to."""
-    norms: list[Spec] | None = None
-    """The results' specs, where the operator computes norms."""
+    def __init__(
+        self, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any], leaders: Sequence[Spec | None]
+    ) -> None:
+        self._of_args = [_localizer(facts, value, leaders) for value in args]
+        self._of_kwargs = {name: _localizer(facts, value, leaders) for name, value in kwargs.items()}
 
-
-def _key(op: OpOverload, specs: Sequence[Spec], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What lists are known under; the order and dtype of norms say how they lie."""
-    handle = handle_of(op)
-    return (handle, *specs) if op is not _NORM else (handle, *specs, *args[1:], *kwargs.items())
-
-
-MOVES: Final = object()
-"""Stands for a list that does not lie as the first one does, and for the result of a call with one."""
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        return (
+            [localize(value) for localize, value in zip(self._of_args, args, strict=True)],
+            {name: self._of_kwargs[name](value) for name, value in kwargs.items()},
+        )
 
 
-def _specs_of(tensors: Sequence[Any]) -> list[Spec] | None:
-    """The specs of a list of DTensors; None where there is a plain tensor among them, or none at all."""
-    try:
-        return [*map(_spec_of, tensors)] or None
-    except AttributeError:
-        return None
-
-
-def _unwrapped(value: Any, specs: list[Spec]) -> Any:
-    """The parts of a list that lies as `specs` say; plain scalars and what is no tensor as they are; else MOVES."""
+def _localizer(facts: OpFacts, value: Any, leaders: Sequence[Spec | None]) -> Callable[[Any], Any]:
     if isinstance(value, torch.Tensor):
-        spec = getattr(value, "_spec", None)
-        if spec is None:
-            return value
-        is_known = spec.layout.is_replicated and spec.view_copy is None
-        return value._local_tensor if is_known else MOVES  # type: ignore[attr-defined]
-    if not isinstance(value, list | tuple) or not value or not isinstance(value[0], torch.Tensor):
-        return value
-    if _specs_of(value) == specs:
-        return [*map(_local_of, value)]
-    return value if all(tensor.ndim == 0 and not hasattr(tensor, "_spec") for tensor in value) else MOVES
+        return _localizer_of_tensor(getattr(value, "_spec", None))
+    if not isinstance(value, list | tuple) or not any(isinstance(item, torch.Tensor) for item in value):
+        return _as_it_is
+    specs = [getattr(tensor, "_spec", None) for tensor in value]
+    moves: list[Move] = []
+    for index, (tensor, spec, leader) in enumerate(zip(value, specs, leaders, strict=True)):
+        layout = _layout_of_element(facts, tensor, spec, leader)
+        if spec is not None and layout is not None and spec.layout is not layout:
+            moves.append((index, spec, layout))
+    if not moves and all(spec is None for spec in specs):
+        return _as_it_is
+    if not moves and None not in specs:
+        return _parts_of
+    moving = Moves(moves)
+
+    def moved(tensors: Sequence[Any]) -> list[torch.Tensor]:
+        parts = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+        moving.run(parts)
+        return parts
+
+    return moved
 
 
-def _wrapped(wrap: Wrap, results: Sequence[torch.Tensor], specs: Sequence[Spec]) -> list[torch.Tensor]:
-    return [
-        wrap(part, spec if part.dtype is spec.dtype else Spec(spec.layout, spec.shape, spec.stride, part.dtype))
-        for part, spec in zip(results, specs, strict=True)
-    ]
+def _localizer_of_tensor(spec: Spec | None) -> Callable[[Any], Any]:
+    if spec is None:
+        return _as_it_is
+    if spec.layout.is_replicated:
+        return _local_of
+    layout = spec.layout.replicated()
+    return lambda tensor: redistribute_local(tensor._local_tensor, spec, layout)
 
 
-def _check_shapes(facts: OpFacts, results: Sequence[torch.Tensor], leaders: Sequence[Spec | None]) -> None:
-    for part, spec in zip(results, leaders, strict=True):
-        if spec is not None and tuple(part.shape) != spec.local_shape:
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _parts_of(tensors: Sequence[Any]) -> list[torch.Tensor]:
+    return [*map(_local_of, tensors)]
+
+
+def _returning(
+    wrap: Wrap, compute: Callable[..., Any], facts: OpFacts, localizers: _Localizers, likes: Sequence[Spec | None]
+) -> Run:
+    """For an operator that writes to nothing, whose results are as `likes` say, but for the dtype."""
+    are_wrapped = None not in likes
+    specs: list[Any] = []
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        local_args, local_kwargs = localizers.run(args, kwargs)
+        results = compute(*local_args, **local_kwargs)
+        if not specs:
+            specs[:] = _result_specs(facts, results, likes)
+        if are_wrapped:
+            return [*map(wrap, results, specs)]
+        return [part if spec is None else wrap(part, spec) for part, spec in zip(results, specs, strict=True)]
+
+    return run
+
+
+def _result_specs(facts: OpFacts, results: Sequence[torch.Tensor], likes: Sequence[Spec | None]) -> list[Spec | None]:
+    specs: list[Spec | None] = []
+    for part, like in zip(results, likes, strict=True):
+        if like is not None and tuple(part.shape) != like.local_shape:
             raise LayoutError(
                 facts.name,
                 "it does not work element by element, and has no sharding rule.",
                 "Call the operator for one tensor on each of them.",
-                rank=spec.mesh.world.rank,
+                rank=like.mesh.world.rank,
             )
+        specs.append(like and Spec(like.layout, like.shape, like.stride, part.dtype))
+    return specs
+
+
+def _writing(
+    compute: Callable[..., Any],
+    facts: OpFacts,
+    localizers: _Localizers,
+    args: Sequence[Any],
+    leaders: Sequence[Spec | None],
+) -> Run:
+    """For an operator that writes to lists; what was written to a redistributed copy goes to the part behind it."""
+    written = _written_lists(facts, args)
+    moved = [
+        (position, index, spec.with_layout(_wanted(spec, leader)), spec.layout)
+        for position in facts.mutated
+        if 0 <= position < len(args) and isinstance(args[position], list | tuple)
+        for index, (tensor, leader) in enumerate(zip(args[position], leaders, strict=False))
+        if (spec := getattr(tensor, "_spec", None)) is not None
+        if leader is not None and spec.layout is not _wanted(spec, leader)
+    ]
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        local_args, local_kwargs = localizers.run(args, kwargs)
+        compute(*local_args, **local_kwargs)
+        for position, index, spec, layout in moved:
+            part = redistribute_local(local_args[position][index], spec, layout)
+            args[position][index]._local_tensor.copy_(part)
+        for position in written:
+            count_writes(args[position])
+        if kwargs.get("grad_scale") is not None:
+            count_writes(args[1])
+
+    return run
 
 
 def _leader(facts: OpFacts, tensor: torch.Tensor) -> Spec | None:
@@ -197,23 +224,6 @@ def _name_for_one(facts: OpFacts) -> str:
     return facts.name.removeprefix("aten._foreach_")
 
 
-def _localized(facts: OpFacts, value: Any, leaders: Sequence[Spec | None]) -> Any:
-    if isinstance(value, torch.Tensor):
-        spec = getattr(value, "_spec", None)
-        return value if spec is None else _local(value, spec.layout.replicated())
-    if not isinstance(value, list | tuple) or not any(isinstance(item, torch.Tensor) for item in value):
-        return value
-    moves: list[Move] = []
-    for place, (tensor, leader) in enumerate(zip(value, leaders, strict=True)):
-        own: Spec | None = getattr(tensor, "_spec", None)
-        layout = _layout_of_element(facts, tensor, own, leader)
-        if own is not None and layout is not None and own.layout is not layout:
-            moves.append((place, own, layout))
-    parts: list[Any] = [getattr(tensor, "_local_tensor", tensor) for tensor in value]
-    Moves(moves).run(parts)
-    return parts
-
-
 def _layout_of_element(facts: OpFacts, tensor: torch.Tensor, spec: Spec | None, leader: Spec | None) -> Layout | None:
     if spec is None or leader is None:
         if spec is None and (leader is None or tensor.ndim == 0):
@@ -237,54 +247,17 @@ def _written_lists(facts: OpFacts, args: Sequence[Any]) -> tuple[int, ...]:
     return tuple(position for position in facts.mutated if position < len(args) and position != spared)
 
 
-def _count(written: Sequence[int], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    for position in written:
-        count_writes(args[position])
-    if kwargs.get("grad_scale") is not None:
-        count_writes(args[1])
+def _norms_of_padded(parts: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+    """Norms of which an empty part, which has no largest element, counts as zero."""
+    return list(NORM([part if part.numel() else part.new_zeros(1) for part in parts], *args, **kwargs))
 
 
-def _write_back(facts: OpFacts, args: Sequence[Any], local_args: Sequence[Any], leaders: Sequence[Spec | None]) -> None:
-    """What was written to a redistributed copy goes to the part that it stands for."""
-    for position in facts.mutated:
-        tensors, written = (args[position], local_args[position]) if 0 <= position < len(args) else ((), ())
-        if not isinstance(tensors, list | tuple) or not tensors:
-            continue
-        for tensor, local, leader in zip(tensors, written, leaders, strict=True):
-            spec: Spec | None = getattr(tensor, "_spec", None)
-            if spec is not None and leader is not None and local is not tensor._local_tensor:
-                used = spec.with_layout(_wanted(spec, leader))
-                tensor._local_tensor.copy_(redistribute_local(local, used, spec.layout))
-
-
-def _local(tensor: Any, layout: Layout) -> torch.Tensor:
-    local: torch.Tensor = tensor._local_tensor
-    spec: Spec = tensor._spec
-    return local if spec.layout is layout else redistribute_local(local, spec, layout)
-
-
-def _norms(
-    wrap: Wrap, args: Sequence[Any], kwargs: dict[str, Any], leaders: Sequence[Spec | None]
-) -> list[torch.Tensor]:
-    order = float(args[1] if len(args) > 1 else kwargs.pop("ord", 2))
-    dtype = kwargs.get("dtype", args[2] if len(args) > 2 else None)
-    norms = _local_norms(args[0], order, dtype)
+def _norm_specs(leaders: Sequence[Spec | None], order: float) -> list[Spec | None]:
     layouts: dict[Layout, Layout] = {}
     for spec in leaders:
         if spec is not None and spec.layout not in layouts:
             layouts[spec.layout] = _norm_layout(spec, order)
-    return [
-        norm if spec is None else wrap(norm, Spec.of(layouts[spec.layout], (), norm.dtype))
-        for norm, spec in zip(norms, leaders, strict=True)
-    ]
-
-
-def _local_norms(locals_: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """Norms of the parts; an empty part, which has no largest element, counts as zero."""
-    if order != float("inf") or all(local.numel() for local in locals_):
-        return list(torch.ops.aten._foreach_norm.Scalar(locals_, order, dtype))
-    padded = [local if local.numel() else local.new_zeros(1) for local in locals_]
-    return list(torch.ops.aten._foreach_norm.Scalar(padded, order, dtype))
+    return [spec and Spec.of(layouts[spec.layout], (), spec.dtype) for spec in leaders]
 
 
 def _norm_layout(spec: Spec, order: float) -> Layout:

@@ -1,19 +1,21 @@
-"""What of a call its plan depends on, as something to look up."""
+"""Keys of calls: equal for two calls whose leading operand is of the same spec where one plan is good for both."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import repeat
+from contextlib import suppress
 from operator import attrgetter
 from typing import Any
 
 import torch
 
 from disttrain.dtensor._torch import OpOverload, handle_of
+from disttrain.dtensor.spec.layout import Spec
 
 _BY_VALUE = frozenset({int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 
 _INTS = {int}
+_FLOATS = {float}
 _spec_of = attrgetter("_spec")
 
 
@@ -21,11 +23,21 @@ class Unkeyed(Exception):
     """An argument that no key can be made of."""
 
 
-def key_of_call(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> tuple[Any, ...] | None:
-    """What of a call its plan depends on beside its first argument's spec; None where no key can be made."""
+Key = tuple[Any, ...]
+
+
+def leader_of_list(args: Sequence[Any]) -> Spec | None:
+    """The spec of the first tensor in the list that comes first; None where there is no such list, or it is plain."""
+    tensors = args[0] if args else None
+    return getattr(tensors[0], "_spec", None) if type(tensors) is list and tensors else None
+
+
+def key_of_call(op: OpOverload, others: Sequence[Any], kwargs: Mapping[str, Any]) -> Key | None:
+    """The key of a call whose arguments beside the leading tensor are `others` and `kwargs`; None where an argument is
+    of a kind that has none. Of numbers that are no integers it has the type alone."""
     parts: list[Any] = [handle_of(op)]
     try:
-        for value in args[1:]:
+        for value in others:
             kind = type(value)
             if kind in _BY_VALUE:
                 parts += (kind, value)
@@ -42,8 +54,10 @@ def key_of_call(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any] |
 
 
 def key_of(value: Any) -> Any:
-    """What of an argument a plan depends on: a tensor's spec, other values themselves, but of floats the type alone."""
+    """An argument's part of a key: a tensor's spec, other values themselves, but of floats the type alone."""
     kind = type(value)
+    if kind is torch.Tensor and value.ndim == 0:
+        return kind, value.dtype
     spec = getattr(value, "_spec", None)
     if spec is not None:
         return spec
@@ -52,29 +66,30 @@ def key_of(value: Any) -> Any:
     if kind in _BY_VALUE:
         return kind, value
     if kind is list or kind is tuple:
-        if value and all(map(hasattr, value, repeat("_spec"))):
-            return (*map(_spec_of, value),)
-        return tuple([key_of(item) for item in value])
+        return _key_of_list(value)
     if isinstance(value, torch.Tensor) and value.ndim == 0:
         return kind, value.dtype
     raise Unkeyed
 
 
-def form_of_call(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """As the key of a call, but whatever the sizes of its operands; None where an operand's cut is uneven."""
-    parts: list[Any] = [handle_of(op)]
-    try:
-        for value in args:
-            spec = getattr(value, "_spec", None)
-            if spec is None:
-                parts.append(key_of(value))
-            elif spec.form is None:
-                return None
-            else:
-                parts.append(spec.form)
-        if kwargs:
-            parts += kwargs
-            parts += map(key_of, kwargs.values())
-    except Unkeyed:
+def _key_of_list(values: Sequence[Any]) -> Any:
+    # An optimizer's lists have hundreds of elements: no look at each, where they are alike.
+    if values and hasattr(values[0], "_spec"):
+        with suppress(AttributeError):  # there is a plain tensor among them
+            return (*map(_spec_of, values),)
+    if {*map(type, values)} == _FLOATS:
+        return float, len(values)
+    return (*map(key_of, values),)
+
+
+def form_of_key(leader: Spec, key: Key) -> Key | None:
+    """The key of a call, and its leading operand, whatever the operands' sizes; None where one is cut unevenly."""
+    if leader.form is None:
         return None
+    parts: list[Any] = [leader.form]
+    for part in key:
+        form = part.form if type(part) is Spec else part
+        if form is None and part is not None:
+            return None
+        parts.append(form)
     return tuple(parts)

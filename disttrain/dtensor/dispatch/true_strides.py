@@ -62,7 +62,8 @@ def _as_it_is(output: torch.Tensor, result: Any) -> torch.Tensor:
 
 def _true_strides(spec: Spec, part: torch.Tensor) -> tuple[int, ...]:
     """The whole's strides, by those of its part; as foretold where parts differ or have too few elements to tell."""
-    if part.layout is not torch.strided or part.is_meta:
+    # A gradient that was not asked for is planned without elements, whatever kernels return.
+    if part.layout is not torch.strided or part.is_meta or tuple(part.shape) != spec.local_shape:
         return spec.stride
     last = [size - 1 for size in spec.mesh.shape]
     smallest = local_shape(spec.shape, spec.mesh.shape, last, spec.placements)

@@ -1,4 +1,4 @@
-"""What of a plan holds for every size: a new sequence length need not be planned again.
+"""Plans that hold for every size: a new sequence length need not be planned again.
 
 Where nothing moves and all cuts are even, a rule's choice depends on sizes only through which of them are one. The
 result's sizes are then those of this rank's part, but for cut dims, which are as large as the operand's dims that are
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from disttrain.dtensor._torch import binding_of
-from disttrain.dtensor.dispatch.call_plan import Wrap, leads_with_tensors
+from disttrain.dtensor.dispatch.call_plan import leads_with_tensors
 from disttrain.dtensor.rules import Compute, OpCall, Propagation, Rule
 from disttrain.dtensor.spec.layout import Layout, Spec
 from disttrain.dtensor.spec.shard_sizes import contiguous_strides
@@ -22,7 +22,7 @@ Source = tuple[int, int] | None
 """The operand and its dim that a cut dim of the result is as large as; None: the dim is not cut."""
 
 
-class Recipe(NamedTuple):
+class AnySizePlan(NamedTuple):
     """How one tensor comes of operands of one form; for operators whose parts are computed by themselves."""
 
     compute: Compute
@@ -30,26 +30,23 @@ class Recipe(NamedTuple):
     layout: Layout
     sources: tuple[Source, ...]
 
-    def follow(
-        self, wrap: Wrap, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[torch.Tensor | None, Spec | None]:
-        """The result and its spec; neither where strides don't tell what it is."""
+    def part_and_spec(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, Spec | None]:
+        """This rank's part of the result, and the result's spec; None where the part's strides don't tell it."""
         operands = args[: self.num_operands]
         part = self.compute(*[operand._local_tensor for operand in operands], *args[self.num_operands :], **kwargs)
         if not part.is_contiguous():
-            return None, None
+            return part, None
         shape = tuple(
             [
                 size if source is None else operands[source[0]]._spec.shape[source[1]]
                 for size, source in zip(part.shape, self.sources, strict=True)
             ]
         )
-        spec = Spec.interned(self.layout, shape, contiguous_strides(shape), part.dtype)
-        return wrap(part, spec), spec
+        return part, Spec.interned(self.layout, shape, contiguous_strides(shape), part.dtype)
 
 
-def recipe_for(call: OpCall, rule: Rule, propagation: Propagation) -> Recipe | None:
-    """The recipe of a call that nothing moves for; None when its result depends on sizes in other ways."""
+def any_size_plan(call: OpCall, rule: Rule, propagation: Propagation) -> AnySizePlan | None:
+    """The plan for all sizes of a call that nothing moves for; None when its result depends on sizes in other ways."""
     moves = any(
         spec is None or spec.layout is not layout
         for spec, layout in zip(call.operands, propagation.operands, strict=True)
@@ -64,7 +61,7 @@ def recipe_for(call: OpCall, rule: Rule, propagation: Propagation) -> Recipe | N
     sources = _sources(call, layout, tuple(output.shape))
     if sources is None or not output.is_contiguous():
         return None
-    return Recipe(binding_of(call.op), len(call.operands), layout, sources)
+    return AnySizePlan(binding_of(call.op), len(call.operands), layout, sources)
 
 
 def _sources(call: OpCall, layout: Layout, shape: tuple[int, ...]) -> tuple[Source, ...] | None:
@@ -73,11 +70,11 @@ def _sources(call: OpCall, layout: Layout, shape: tuple[int, ...]) -> tuple[Sour
         dim = placement.cut_dim
         if dim is None:
             continue
-        for place, spec in enumerate(call.operands):
+        for position, spec in enumerate(call.operands):
             assert spec is not None
-            own_dim = spec.placements[axis].cut_dim
-            if own_dim is not None and spec.shape[own_dim] == shape[dim]:
-                sources[dim] = (place, own_dim)
+            operand_dim = spec.placements[axis].cut_dim
+            if operand_dim is not None and spec.shape[operand_dim] == shape[dim]:
+                sources[dim] = (position, operand_dim)
                 break
         else:
             return None
