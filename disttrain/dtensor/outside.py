@@ -7,24 +7,30 @@ from __future__ import annotations
 
 from typing import Any, NoReturn, Self
 
+import torch
+
+from disttrain.dtensor.spec.layout import Spec
 from disttrain.errors import LayoutError
 
 
 class Outside:
     """What DTensors say where torch's methods would reach for memory."""
 
+    _local_tensor: torch.Tensor
+    _spec: Spec
+
     def share_memory_(self) -> Self:
         """Move this rank's part to memory that forked processes share."""
-        self._local_tensor.share_memory_()  # type: ignore[attr-defined]
+        self._local_tensor.share_memory_()
         return self
 
     def is_shared(self) -> bool:
         """True where this rank's part is in such memory, or on a GPU."""
-        return bool(self._local_tensor.is_shared())  # type: ignore[attr-defined]
+        return bool(self._local_tensor.is_shared())
 
     def is_pinned(self, *device: Any) -> bool:
         """True where this rank's part is in memory that GPUs read by themselves."""
-        return bool(self._local_tensor.is_pinned(*device))  # type: ignore[attr-defined]
+        return bool(self._local_tensor.is_pinned(*device))
 
     def __dlpack__(self, **_: Any) -> NoReturn:
         self._refuse("__dlpack__", "other libraries know no DTensor", "Give them to_local(), or full_tensor().")
@@ -46,5 +52,4 @@ class Outside:
         )
 
     def _refuse(self, operation: str, problem: str, remedy: str) -> NoReturn:
-        rank: int = self.device_mesh.get_rank()  # type: ignore[attr-defined]
-        raise LayoutError(operation, f"{problem}.", remedy, rank=rank)
+        raise LayoutError(operation, f"{problem}.", remedy, rank=self._spec.mesh.get_rank())

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from disttrain.dtensor._torch import OpFacts, binding_of, change_wrapper
+from disttrain.dtensor.local_part import local_part
 from disttrain.dtensor.redistribute.local import redistribute_local
 from disttrain.dtensor.redistribute.many import Move, Moves
 from disttrain.dtensor.rules import Compute, OpCall, Propagation, Rule
@@ -287,9 +288,9 @@ def _general(
         local_args, local_kwargs = replaced(args, kwargs, parts)
         results = compute(*local_args, **local_kwargs)
         for place, spec, layout in writes:
-            if layout is not spec.layout or parts[place] is not tensors[place]._local_tensor:  # type: ignore[attr-defined]
-                own = redistribute_local(parts[place], spec.with_layout(layout), spec.layout)
-                tensors[place]._local_tensor.copy_(own)  # type: ignore[attr-defined]
+            part = local_part(tensors[place])
+            if layout is not spec.layout or parts[place] is not part:
+                part.copy_(redistribute_local(parts[place], spec.with_layout(layout), spec.layout))
         if not specs:
             return None
         if is_list:

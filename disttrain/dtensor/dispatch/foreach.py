@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from operator import attrgetter
 from typing import Any, Final
 
 import torch
 
 from disttrain.dtensor._torch import OpFacts, OpOverload, binding_of
 from disttrain.dtensor.dispatch.call_plan import Run, Wrap
+from disttrain.dtensor.local_part import local_part
 from disttrain.dtensor.redistribute.local import redistribute_local
 from disttrain.dtensor.redistribute.many import Move, Moves
 from disttrain.dtensor.spec.layout import Layout, Spec
@@ -22,7 +22,6 @@ from disttrain.dtensor.spec.placement import NormPartial, Placement
 from disttrain.dtensor.views.view_copy import count_writes
 from disttrain.errors import LayoutError
 
-_local_of: Final = attrgetter("_local_tensor")
 NORM: Final = torch.ops.aten._foreach_norm.Scalar
 _OTHER_SIGNATURES: Final = frozenset({"addcdiv_", "addcmul_"})
 """Operators whose form for one tensor takes the scalar by keyword."""
@@ -101,7 +100,7 @@ def _localizer_of_tensor(spec: Spec | None) -> Callable[[Any], Any]:
     if spec is None:
         return _as_it_is
     if spec.layout.is_replicated:
-        return _local_of
+        return local_part
     layout = spec.layout.replicated()
     return lambda tensor: redistribute_local(tensor._local_tensor, spec, layout)
 
@@ -111,7 +110,7 @@ def _as_it_is(value: Any) -> Any:
 
 
 def _parts_of(tensors: Sequence[Any]) -> list[torch.Tensor]:
-    return [*map(_local_of, tensors)]
+    return [*map(local_part, tensors)]
 
 
 def _returning(

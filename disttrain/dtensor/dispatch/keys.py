@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from operator import attrgetter
 from typing import Any
 
 import torch
 
 from disttrain.dtensor._torch import OpOverload, handle_of
+from disttrain.dtensor.local_part import spec_of
 from disttrain.dtensor.spec.layout import Spec
 
 _BY_VALUE = frozenset({int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 
 _INTS = {int}
 _FLOATS = {float}
-_spec_of = attrgetter("_spec")
 
 
 class Unkeyed(Exception):
@@ -75,11 +73,13 @@ def key_of(value: Any) -> Any:
 def _key_of_list(values: Sequence[Any]) -> Any:
     # An optimizer's lists have hundreds of elements: no look at each, where they are alike.
     if values and hasattr(values[0], "_spec"):
-        with suppress(AttributeError):  # there is a plain tensor among them
-            return (*map(_spec_of, values),)
+        try:
+            return tuple(map(spec_of, values))
+        except AttributeError:
+            pass  # there is a plain tensor among them
     if {*map(type, values)} == _FLOATS:
         return float, len(values)
-    return (*map(key_of, values),)
+    return tuple(map(key_of, values))
 
 
 def form_of_key(leader: Spec, key: Key) -> Key | None:

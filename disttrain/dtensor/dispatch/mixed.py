@@ -8,6 +8,7 @@ import torch
 
 from disttrain.dtensor._torch import OpFacts
 from disttrain.dtensor.dispatch.call_plan import Wrap
+from disttrain.dtensor.local_part import spec_of
 from disttrain.dtensor.spec.layout import Layout, Spec
 from disttrain.dtensor.spec.placement import Replicate
 from disttrain.errors import LayoutError
@@ -20,8 +21,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def mesh_of(tensors: Sequence[torch.Tensor]) -> DeviceMesh:
     """The mesh of the first DTensor among the tensors."""
-    mesh: DeviceMesh = next(tensor._spec.mesh for tensor in tensors if not is_plain(tensor))  # type: ignore[attr-defined]
-    return mesh
+    return next(spec_of(tensor).mesh for tensor in tensors if not is_plain(tensor))
 
 
 def are_scalars_apart(tensors: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> bool:
@@ -38,7 +38,7 @@ def are_scalars_apart(tensors: Sequence[torch.Tensor], written: Sequence[torch.T
 
 
 def _meshes_of(tensors: Sequence[torch.Tensor]) -> set[DeviceMesh]:
-    return {tensor._spec.mesh for tensor in tensors if not is_plain(tensor)}  # type: ignore[attr-defined]
+    return {spec_of(tensor).mesh for tensor in tensors if not is_plain(tensor)}
 
 
 def specs_of(

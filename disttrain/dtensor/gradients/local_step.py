@@ -18,6 +18,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from disttrain.dtensor._torch import without_overrides
 from disttrain.dtensor.dtensor import DTensor
+from disttrain.dtensor.local_part import local_part, spec_of
 from disttrain.dtensor.views.view_copy import count_writes
 
 _BY_ELEMENT: Final = frozenset(
@@ -42,8 +43,6 @@ _NO_STATE: Final[dict[str, Any]] = {}
 # A fused step on many small parameters takes no longer than a look at each of them in Python would: lists are made and
 # compared by functions that loop in C.
 _grad_of: Final = attrgetter("grad")
-_local_of: Final = attrgetter("_local_tensor")
-_spec_of: Final = attrgetter("_spec")
 
 
 def use_local_steps() -> None:
@@ -57,12 +56,12 @@ class _Parts:
 
     def __init__(self, params: Sequence[Any], states: Sequence[dict[str, Any]]) -> None:
         self.params = params
-        self.specs = [*map(_spec_of, params)]
-        self.locals = [*map(_local_of, params)]
+        self.specs = [*map(spec_of, params)]
+        self.locals = [*map(local_part, params)]
         self.states = states
         self.values = [*chain.from_iterable(map(dict.values, states))]
         self.wrapped = [value for value in self.values if isinstance(value, DTensor)]
-        self.wrapped_locals = [*map(_local_of, self.wrapped)]
+        self.wrapped_locals = [*map(local_part, self.wrapped)]
         self.parts = [local.detach() for local in self.locals]
         self.local_state: dict[torch.Tensor, dict[str, Any]] = {
             part: {name: value._local_tensor if isinstance(value, DTensor) else value for name, value in state.items()}
@@ -83,11 +82,11 @@ class _Parts:
         """True while parameters, and what is in their state, are the same memory; no element is compared."""
         return (
             _same(params, self.params)
-            and _same(map(_local_of, params), self.locals)
-            and _same(map(_spec_of, params), self.specs)
+            and _same(map(local_part, params), self.locals)
+            and _same(map(spec_of, params), self.specs)
             and sum(map(len, self.states)) == len(self.values)
             and _same(chain.from_iterable(map(dict.values, self.states)), self.values)
-            and _same(map(_local_of, self.wrapped), self.wrapped_locals)
+            and _same(map(local_part, self.wrapped), self.wrapped_locals)
         )
 
 
@@ -141,9 +140,9 @@ class _StandIn:
             if not known.can_step():
                 return None
             self.known[place] = known
-        if not {*map(type, grads)} <= {DTensor} or not _same(map(_spec_of, grads), known.specs):
+        if not {*map(type, grads)} <= {DTensor} or not _same(map(spec_of, grads), known.specs):
             return None
-        for part, grad in zip(known.parts, map(_local_of, grads), strict=True):
+        for part, grad in zip(known.parts, map(local_part, grads), strict=True):
             part.grad = grad
         state.update(known.local_state)
         return {**group, "params": [*known.parts, *plain]}

@@ -72,11 +72,11 @@ def settle_gradient(leaf: Any) -> None:
     Other leaves keep their gradients as they come, as torch's DTensor does for all.
     """
     if isinstance(leaf, nn.Parameter):
-        grad = leaf.grad
+        grad: Any = leaf.grad
         layout = _wanted(leaf, grad)
         if layout is not None and not _waits(leaf, grad, layout):
             with torch.no_grad():
-                leaf.grad = grad.redistribute(placements=layout.placements)  # type: ignore[union-attr]
+                leaf.grad = grad.redistribute(placements=layout.placements)
 
 
 def _wanted(parameter: Any, grad: Any) -> Layout | None:

@@ -166,13 +166,13 @@ class _Asked:
 
 def _sum_of(param: ShardedParam | None, own: torch.Tensor | None) -> torch.Tensor | None:
     """The reduced gradient, and that which the graph has for the shard itself."""
-    if param is None or param.sharded.grad is None:
+    grad = None if param is None else param.sharded.grad
+    if param is None or grad is None:
         return own
-    grad: Any = param.sharded.grad
     if own is None:
-        return grad  # type: ignore[no-any-return]
+        return grad
     assert isinstance(own, DTensor)
-    return grad + own.redistribute(placements=param.spec.placements)  # type: ignore[no-any-return]
+    return grad + own.redistribute(placements=param.spec.placements)
 
 
 def _contexts() -> list[RootContext]:

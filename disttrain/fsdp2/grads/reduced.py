@@ -18,6 +18,7 @@ import torch
 
 from disttrain.dtensor import DTensor, Spec
 from disttrain.dtensor.gradients.settled import settle_gradient
+from disttrain.dtensor.local_part import local_part
 from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import (
     gradient_hooks,
@@ -53,7 +54,7 @@ def hand_out(flat: torch.Tensor, receivers: Receivers, slots: Sequence[FlatSlot]
             if grad is None:
                 sharded.grad = DTensor.__new__(DTensor, local, param.spec)
             elif getattr(grad, "_spec", None) is param.spec:
-                grad._local_tensor.add_(local)  # type: ignore[attr-defined]
+                local_part(grad).add_(local)
             else:
                 _add(param, grad, local)
     if is_hooked:
@@ -90,7 +91,7 @@ def _add(param: ShardedParam, grad: torch.Tensor, local: torch.Tensor) -> None:
             rank=spec.mesh.get_rank(),
         )
     if found.layout == spec.layout:
-        grad._local_tensor.add_(local)  # type: ignore[attr-defined]
+        local_part(grad).add_(local)
     else:
         grad.add_(DTensor(local, spec))
 

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from disttrain.dtensor import DTensor
+from disttrain.dtensor.local_part import local_part
 from disttrain.dtensor.spec.shard_sizes import contiguous_strides
 from disttrain.errors import ShardingError
 from disttrain.fsdp2.faults.checks import common_dtype, refuse_device
@@ -91,7 +92,7 @@ class ExtensionGroup(ParamGroup):
                 param.adopt_registered()
                 if param.is_in_place():
                     continue
-                local = param.sharded._local_tensor  # type: ignore[attr-defined]
+                local = local_part(param.sharded)
                 with torch.inference_mode(False), torch.no_grad():
                     param.lay_out(local.detach().clone().to(self._shard_device(local)))
         self._orig_dtype = common_dtype(self.params, self.sharding.mesh.get_rank())
@@ -129,12 +130,12 @@ class ExtensionGroup(ParamGroup):
     def given_bytes(self) -> int:
         """What each rank sends, as far as its methods say without values; they see a shard without memory."""
         with torch.no_grad():
-            shards = (torch.empty_like(param.sharded._local_tensor, device="meta") for param in self.params)  # type: ignore[attr-defined]
+            shards = (torch.empty_like(local_part(param.sharded), device="meta") for param in self.params)
             given = [self._give_of(param, shard) for param, shard in zip(self.params, shards, strict=True)]
         return sum(as_bytes(tensor).numel() for one in given for tensor in one.inputs)
 
     def _give(self, param: ShardedParam) -> _Given:
-        local = param.sharded._local_tensor  # type: ignore[attr-defined]
+        local = local_part(param.sharded)
         if local.device != self.device:
             local = local.to(self.device, non_blocking=True)
         return self._give_of(param, local)

@@ -6,21 +6,20 @@ import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from disttrain.dtensor import DTensor, Spec
+from disttrain.dtensor.local_part import local_part, spec_of
 from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import are_same, move_hooks, parameters_of, registered_parameter
 from disttrain.fsdp2.modules.shown import is_given
 from disttrain.fsdp2.params.flat import FlatSlot
 from disttrain.fsdp2.params.sharding import Sharding
 
-local_part = attrgetter("_local_tensor")
 _SHARD_OF = "_disttrain_shard_of"
 """Says whose shard a parameter is, by a number."""
 _SHARDED_AS = "_disttrain_sharded_as"
@@ -91,9 +90,7 @@ class ShardedParam:
     def is_laid_out(self) -> bool:
         """False once something, such as `to_empty` or loading by assignment, has given the parameter other memory."""
         owner, sharded = self.owners[0], self.sharded
-        return (
-            registered_parameter(owner.module, owner.name) is sharded and sharded._local_tensor is self._shard_view  # type: ignore[attr-defined]
-        )
+        return registered_parameter(owner.module, owner.name) is sharded and local_part(sharded) is self._shard_view
 
     def is_as_laid_out(self) -> bool:
         """True while the shard has the dtype and device that it was given by `lay_out`."""
@@ -102,7 +99,7 @@ class ShardedParam:
 
     def is_in_place(self) -> bool:
         """True while the shard's memory is what it was given by `lay_out`."""
-        return self.sharded._local_tensor is self._shard_view  # type: ignore[attr-defined]
+        return local_part(self.sharded) is self._shard_view
 
     def adopt_registered(self) -> None:
         """Take over the parameter that the modules have now, if it has been replaced, and its dtype."""
@@ -116,10 +113,10 @@ class ShardedParam:
             self.sharded = others[0]
             self.sharded.__dict__[_SHARD_OF] = id(self)
             self.show(self.sharded)
-        spec: Spec = self.sharded._spec  # type: ignore[attr-defined]
+        spec = spec_of(self.sharded)
         if spec.layout != self.spec.layout or spec.shape != self.spec.shape:
             self._bring_back(spec)
-        self.spec = self.sharded._spec  # type: ignore[attr-defined]
+        self.spec = spec_of(self.sharded)
         self.orig_dtype = self.spec.dtype
 
     def _bring_back(self, spec: Spec) -> None:
@@ -127,8 +124,8 @@ class ShardedParam:
         if spec.shape != self.spec.shape or spec.mesh != self.spec.mesh:
             self._check_fits(self.sharded, is_everywhere=True)
         with torch.inference_mode(False), torch.no_grad():
-            data = self.sharded.detach().redistribute(placements=self.spec.placements)  # type: ignore[attr-defined]
-            self.sharded.data = data
+            data = cast(DTensor, self.sharded.detach())
+            self.sharded.data = data.redistribute(placements=self.spec.placements)
 
     def _check_fits(self, registered: nn.Parameter, *, is_everywhere: bool) -> None:
         spec: Spec | None = getattr(registered, "_spec", None)
@@ -160,7 +157,7 @@ class ShardedParam:
         if self.sharded.device != view.device:
             # The same parameter on the host, where its gradients will be.
             self.sharded.data = DTensor(view, self.spec)
-        self.sharded._local_tensor = view  # type: ignore[attr-defined]
+        cast(DTensor, self.sharded)._local_tensor = view
         self._shard_view = view
 
     def slot_view(self, flat: torch.Tensor, slot: FlatSlot) -> torch.Tensor:
@@ -234,7 +231,7 @@ class ShardedParam:
             return None
         grad = self.unsharded.grad
         if isinstance(grad, DTensor):
-            grad = grad.redistribute(placements=self.unsharded.placements)._local_tensor  # type: ignore[attr-defined]
+            grad = local_part(grad.redistribute(placements=spec_of(self.unsharded).placements))
         # That of an embedding may be sparse, and is another on each rank.
         return grad if grad.layout == torch.strided else grad.to_dense()
 

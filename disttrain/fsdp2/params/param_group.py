@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from disttrain.dtensor.local_part import local_part
 from disttrain.fsdp2._torch import base_of
 from disttrain.fsdp2.faults.checks import common_dtype, refuse_device, refuse_parts_on_meta
 from disttrain.fsdp2.faults.stale_graphs import versions
@@ -161,7 +162,7 @@ class ParamGroup:
             return
         self._orig_dtype = common_dtype(self.params, self.sharding.mesh.get_rank())
         refuse_parts_on_meta(self.params, self.device, self.sharding.mesh.get_rank())
-        locals_ = [param.sharded._local_tensor for param in self.params]  # type: ignore[attr-defined]
+        locals_ = [local_part(param.sharded) for param in self.params]
         # Parameters outlive an inference; what is made in inference mode could not be trained.
         with torch.inference_mode(False), torch.no_grad():
             flat = self._new_flat(self._shard_device(locals_[0]), self._orig_dtype)

@@ -64,8 +64,8 @@ def columns(x: torch.Tensor, plan: Columns, parameters: Sequence[torch.Tensor | 
 
 class _Columns(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, plan: Columns, *parameters: Any) -> tuple[torch.Tensor, ...]:
-        part = x if plan.spec is None else x._local_tensor  # type: ignore[attr-defined]
+    def forward(ctx: Any, x: Any, plan: Columns, *parameters: Any) -> tuple[torch.Tensor, ...]:
+        part = x if plan.spec is None else x._local_tensor
         layers = plan.layers
         weights = [layer.weight.used(weight) for layer, weight in zip(layers, parameters[::2], strict=True)]
         biases = [

@@ -13,6 +13,7 @@ from torch import nn
 
 from disttrain.autocast import is_within_autocast
 from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard, Spec, StridedShard
+from disttrain.dtensor.local_part import spec_of
 from disttrain.errors import LayoutError
 from disttrain.tp.layers.axis import Axis
 from disttrain.tp.layers.columns import Column, Columns, columns
@@ -52,7 +53,7 @@ class ColumnLayer:
     def is_laid_out(self, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
         """False where the parameters are, for now, cut by something else as well."""
         return all(
-            parameter is None or parameter._spec.layout is self.axis.layout(cut.placement)  # type: ignore[attr-defined]
+            parameter is None or spec_of(parameter).layout is self.axis.layout(cut.placement)
             for parameter, cut in ((weight, self.weight), (bias, self.bias))
         )
 
@@ -84,7 +85,7 @@ class ColumnLayer:
     def _the_long_way(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         dim = None if self.matrix.has_own_backward else dim_in_graph(x, self.input, self.axis)
         if dim is not None:
-            part = local_part(x, self.input, self.axis)
+            part = redistributed_part(x, self.input, self.axis)
             _, result = self.in_graph(part, dim, [self], [weight], [bias])
             return self.given_from_part(result, self.num_outputs(weight))
         whole_shape = None
@@ -159,7 +160,7 @@ class RowLayer:
         last, width, size = x.ndim - 1, weight.shape[self.matrix.out_dim], self.axis.size
         if not _is_shard(self.input if spec is None else spec.placements[0], last, x.ndim):
             return None
-        num_own = weight._spec.local_shape[self.matrix.in_dim]  # type: ignore[attr-defined]
+        num_own = spec_of(weight).local_shape[self.matrix.in_dim]
         if spec is None and x.shape[last] != num_own:
             raise LayoutError(
                 "RowwiseParallel",
@@ -255,7 +256,7 @@ def dim_in_graph(x: torch.Tensor, placement: Placement, axis: Axis, *, is_whole:
     return dim
 
 
-def local_part(x: torch.Tensor, placement: Placement, axis: Axis) -> torch.Tensor:
+def redistributed_part(x: torch.Tensor, placement: Placement, axis: Axis) -> torch.Tensor:
     """This rank's part of `x`, laid out so; of a plain tensor, which lies so, itself."""
     return (
         as_dtensor(x, placement, axis).redistribute(placements=[placement]).to_local() if isinstance(x, DTensor) else x

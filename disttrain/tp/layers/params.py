@@ -11,6 +11,7 @@ from torch import nn
 
 from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Spec, distribute_tensor
 from disttrain.dtensor.foreign import check_ours
+from disttrain.dtensor.local_part import spec_of
 from disttrain.errors import ShardingError
 from disttrain.tp.layers.axis import Axis
 
@@ -103,12 +104,12 @@ def _laid_out(
 ) -> nn.Parameter:
     what = f"{name} of {type(module).__name__}"
     check_uncut_parameter(what, parameter, axis)
-    shared = parameter.__dict__.get(_LAID_OUT_AS)
+    shared: nn.Parameter | None = parameter.__dict__.get(_LAID_OUT_AS)
     if shared is not None:
-        spec: Spec = shared._spec
+        spec = spec_of(shared)
         if spec.layout is not axis.layout(cut.placement):
             refuse_other_cut(what, spec.placements[0], cut.placement, axis)
-        return shared  # type: ignore[no-any-return]
+        return shared
     whole = distribute_tensor(parameter.detach(), axis.mesh, [cut.placement], src_data_rank=src_data_rank)
     made = nn.Parameter(whole, requires_grad=parameter.requires_grad)
     parameter.__dict__[_LAID_OUT_AS] = made

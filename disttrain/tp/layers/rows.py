@@ -39,8 +39,8 @@ def row(x: torch.Tensor, plan: Row, weight: torch.Tensor, bias: torch.Tensor | N
 
 class _Row(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, plan: Row, weight: Any, bias: Any) -> torch.Tensor:
-        part = x if plan.input is None else x._local_tensor  # type: ignore[attr-defined]
+    def forward(ctx: Any, x: Any, plan: Row, weight: Any, bias: Any) -> torch.Tensor:
+        part = x if plan.input is None else x._local_tensor
         used = plan.weight.used(weight)
         if plan.cutting is None:
             result = all_reduce(plan.matrix.times(part, used, None), plan.axis.group)

@@ -20,7 +20,7 @@ from disttrain.tp.layers.layers import (
     dim_in_graph,
     form_of,
     kept_plan,
-    local_part,
+    redistributed_part,
     spec_on,
     takes_the_long_way,
 )
@@ -112,7 +112,7 @@ class Sharing:
         dim = dim_in_graph(x, self.given, self.axis)
         if dim is None:
             return None
-        part = local_part(x, self.given, self.axis)
+        part = redistributed_part(x, self.given, self.axis)
         whole, *parts = ColumnLayer.in_graph(part, dim, states, parameters[::2], parameters[1::2])
         results = [
             state.given_from_part(made, state.num_outputs(weight)) if weight is not None else made

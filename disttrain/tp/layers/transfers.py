@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -69,10 +70,10 @@ def _in_parts(whole: torch.Tensor, dim: int, group: ProcessGroup) -> tuple[torch
     return whole.contiguous(), whole.new_empty(part_shape)
 
 
-def _finish(result: torch.Tensor, work: object) -> Finish:
+def _finish(result: torch.Tensor, work: Any) -> Finish:
     def finish() -> torch.Tensor:
         if work is not None:
-            work.wait()  # type: ignore[attr-defined]
+            work.wait()
         return result
 
     return finish
