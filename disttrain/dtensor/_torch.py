@@ -282,7 +282,7 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
 
 
 def are_counted_together(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether one counter counts the writes to both, as those to a tensor and to its views."""
+    """True where one version counter counts the writes to both, as for a tensor and its views."""
     version = tensor._version
     if other._version != version:
         return False
@@ -296,7 +296,7 @@ def are_counted_together(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class OpFacts:
-    """What an operator's schema says of it.
+    """The facts that an operator's schema states.
 
     `name` is such as `aten.add_` (no overload); `arguments` are the positional parameters' names; `mutated` are the
     positions of arguments that it writes to, `-1` for keyword-only ones, and `written` their names; a view's result

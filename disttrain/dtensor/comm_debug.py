@@ -37,11 +37,11 @@ class CommDebugMode:
         self._world.remove_observer(self)
 
     def get_comm_counts(self) -> dict[str, int]:
-        """How often each operation was called, such as {"all_reduce": 2}."""
+        """The number of calls of each operation, such as {"all_reduce": 2}."""
         return dict(self._counts)
 
     def get_total_counts(self) -> int:
-        """How many collectives there were in all."""
+        """The number of collectives in all."""
         return self._counts.total()
 
     def get_comm_bytes(self) -> dict[str, int]:

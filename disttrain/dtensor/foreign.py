@@ -9,7 +9,7 @@ from disttrain.errors import LayoutError
 
 
 def is_foreign(tensor: object) -> bool:
-    """Whether it is torch's DTensor, or the like."""
+    """True for torch's DTensor, and the like."""
     return type(getattr(tensor, "_spec", None)) not in (Spec, type(None)) and isinstance(tensor, torch.Tensor)
 
 

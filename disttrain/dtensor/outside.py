@@ -14,7 +14,7 @@ from disttrain.errors import LayoutError
 
 
 class Outside:
-    """What DTensors say where torch's methods would reach for memory."""
+    """A DTensor's answers where torch's methods would reach for memory."""
 
     _local_tensor: torch.Tensor
     _spec: Spec

@@ -1,4 +1,4 @@
-"""What the compiler wants to know of DTensors: how to take one apart and put it together, and what a graph may hold.
+"""Answers to the compiler about DTensors: how to take one apart and put it together, and what a graph may hold.
 
 A graph works on parts. Each layout has graphs of its own, and one graph serves all sizes that lie so: the layout is
 what the compiler compares, and sizes are its symbols. Docs: docs/decisions/014-graphs-stand-on-comparisons.md.

@@ -38,7 +38,7 @@ def absent_children(module: nn.Module) -> list[str]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether this module itself is compiled, with its hooks or without."""
+    """True where this module itself is compiled, with its hooks or without."""
     return module._compiled_call_impl is not None or "forward" in vars(module)
 
 
@@ -80,7 +80,7 @@ def _free_name(hooks: Mapping[Any, object]) -> str:
 
 
 def saved_tensors_hooks() -> object:
-    """What stands over the tensors that autograd saves now, such as activation checkpointing; else None."""
+    """The hooks on tensors that autograd saves now, such as activation checkpointing's; None where there are none."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 

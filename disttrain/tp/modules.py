@@ -60,7 +60,7 @@ def hook(module: nn.Module, axis: Axis, given: Placement, wanted: Placement, fin
 
 
 def first_input_name(module: nn.Module) -> str:
-    """What the module's forward calls its first input; "" where it has none."""
+    """The name of the first argument of the module's forward; "" where it has none."""
     return next(iter(inspect.signature(module.forward).parameters), "")
 
 

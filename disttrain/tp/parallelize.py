@@ -87,7 +87,7 @@ def _matched(module: nn.Module, styles: Mapping[str, ParallelStyle], axis: Axis)
 
 
 def _is_left_out(modules: Mapping[str, nn.Module], pattern: str) -> bool:
-    """Whether the pattern means a module that is None, or a part of one, as in a stage of a pipeline that lacks it."""
+    """True where the pattern means a module that is None, or a part of one, as in a pipeline stage that lacks it."""
     absent = [f"{name}.{child}".lstrip(".") for name, module in modules.items() for child in absent_children(module)]
     parts = pattern.split(".")
     return any(_matches(name, ".".join(parts[: name.count(".") + 1])) for name in absent)

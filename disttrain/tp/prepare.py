@@ -192,7 +192,7 @@ class _Conversion:
 
     @property
     def gathered_from(self) -> Shard | None:
-        """How a plain input lies that is gathered, so that layers can be computed together."""
+        """The cut of a plain input that is gathered, so that layers can be computed together; None for others."""
         is_gather = not self.use_local and self.wanted == Replicate()
         return self.given if is_gather and isinstance(self.given, Shard) else None
 

@@ -25,13 +25,13 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class ParallelStyle(ABC):
-    """How `parallelize_module` cuts one module. Derive from it to write your own."""
+    """The way in which `parallelize_module` cuts one module. Derive from it to write your own."""
 
     src_data_rank: int | None = 0
     """The rank along the axis whose parameters count; None: all ranks have the same, and nothing is sent."""
 
     def _cuts(self, module: nn.Module, axis: Axis) -> Mapping[str, Cut] | None:
-        """How `module`'s own parameters will lie, those without a cut replicated; None where they are left alone.
+        """The cuts of `module`'s own parameters, those without one replicated; None where they are left alone.
 
         Asked of every style of a plan before any is applied. Raises ShardingError where the style does not fit.
         """

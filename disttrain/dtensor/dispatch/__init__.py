@@ -1,1 +1,1 @@
-"""What happens when torch calls an operator on DTensors."""
+"""Dispatch of operators on DTensors: look-up, planning, execution on the local parts."""

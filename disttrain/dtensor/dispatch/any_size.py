@@ -23,7 +23,7 @@ Source = tuple[int, int] | None
 
 
 class AnySizePlan(NamedTuple):
-    """How one tensor comes of operands of one form; for operators whose parts are computed by themselves."""
+    """Computes one result from operands of one form, where each rank's part of it is the operator of its parts."""
 
     compute: Compute
     num_operands: int

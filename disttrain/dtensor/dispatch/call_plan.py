@@ -159,7 +159,7 @@ def _inplace(compute: Compute, num_operands: int) -> Run:
 
 
 def _fetch(call: OpCall, rule: Rule, propagation: Propagation) -> Fetch | None:
-    """How a view's operand gets to where it is viewed; None where that is its own part."""
+    """The fetch by which a view's operand gets to where it is viewed; None where that is its own part."""
     if rule.fetch is not None and (own := rule.fetch(call, propagation)) is not None:
         return own
     if not call.facts.is_view:

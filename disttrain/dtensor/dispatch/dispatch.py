@@ -1,4 +1,4 @@
-"""What happens when torch calls an operator on DTensors: plan it from specs alone, then run it on the local parts.
+"""Runs operators on DTensors: each is planned from specs alone, then run on the local parts.
 
 The first call with given specs and arguments is planned: a rule of the operator's family, a layout for each operand, a
 closure. Calls like it find the closure under their first operand's spec. An operator without a rule runs on whole
@@ -59,7 +59,7 @@ facts = cache(facts_of)
 
 
 class _Plan(NamedTuple):
-    """How to run one call, and which others may be run so."""
+    """The closure for one call, and for which others it is good."""
 
     run: Run
     is_lasting: bool = False
@@ -101,7 +101,7 @@ def dispatch(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str
 def _run_for_new(
     wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], leader: Spec | None, key: Key | None
 ) -> Run:
-    """How to run a call that is like none before; kept for those that will be like it."""
+    """Plans a call that is like none before, and keeps the plan for those that will be like it."""
     if leader is None or key is None or leader.is_symbolic:
         return _plan(wrap, op, args, kwargs).run
     form = form_of_key(leader, key)

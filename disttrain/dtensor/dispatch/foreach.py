@@ -56,7 +56,7 @@ def bind_lists(wrap: Wrap, op: OpOverload, facts: OpFacts, args: tuple[Any, ...]
 
 
 class _Localizers:
-    """How each argument of a call becomes what the operator gets for it on this rank."""
+    """Turns each argument of a call into what the operator gets for it on this rank."""
 
     def __init__(
         self, facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any], leaders: Sequence[Spec | None]

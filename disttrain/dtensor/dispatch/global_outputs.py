@@ -1,7 +1,7 @@
-"""What an operator returns for tensors of the global shapes, by torch's kernels for the meta device.
+"""Shapes, strides and dtypes of an operator's global results, by torch's kernels for the meta device.
 
-Many of these are Python, and take longer than everything else in a plan. They look at shapes and dtypes alone, so what
-one has said is kept: for the other layouts of the same tensors, and for ranks that are threads of this process.
+Many of these are Python, and take longer than everything else in a plan. They look at shapes and dtypes alone, so their
+answers are cached: for the other layouts of the same tensors, and for ranks that are threads of this process.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Asked:
 def global_outputs(
     op: OpOverload, op_facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any], *, may_know: bool
 ) -> Outputs:
-    """What `op` returns for `args` and `kwargs`, whose tensors are on the meta device; None where it returns other
+    """The results of `op` for `args` and `kwargs`, whose tensors are on the meta device; None where it returns other
     things than tensors. Not to be written to.
 
     A gradient that was not asked for, or a number among tensors, has an empty tensor in its place. `may_know`: no size

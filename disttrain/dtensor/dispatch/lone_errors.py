@@ -1,4 +1,4 @@
-"""What one rank alone finds wrong: an index out of range, a part that does not fit into memory.
+"""Errors that one rank alone finds: an index out of range, a part that does not fit into memory.
 
 Specs are the same on all ranks, and so is what is refused because of them. But a kernel may raise because of the values
 or the size of one rank's part, and the others, who know nothing of it, would wait in the next collective. They are told

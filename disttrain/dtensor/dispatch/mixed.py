@@ -83,7 +83,7 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 
 def meets_plain(facts: OpFacts, tensors: Sequence[torch.Tensor]) -> LayoutError:
-    """What is wrong with plain tensors beside DTensors."""
+    """The error for plain tensors beside DTensors."""
     shape = max((tuple(tensor.shape) for tensor in tensors if is_plain(tensor)), key=len)
     return LayoutError(
         facts.name,

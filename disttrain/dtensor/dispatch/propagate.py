@@ -84,7 +84,7 @@ def _is_even(signature: Signature, left: Sequence[list[int] | None], axis_size: 
 
 
 def _mixes(call: OpCall, signature: Signature, axis: int) -> bool:
-    """Whether an operand that is partial in one way along another axis would be made partial in another way.
+    """True where an operand that is partial in one way along another axis would become partial in a second way.
 
     What changes nothing in a product changes a sum: such a tensor's value depends on which axis is reduced first.
     """
@@ -118,7 +118,7 @@ def _cheapest(
 
 
 def _adds_up_plain(call: OpCall, signature: Signature) -> bool:
-    """Whether a plain scalar, which every rank has, would count once for each rank."""
+    """True where a plain scalar, which every rank has, would count once for each rank."""
     return any(
         spec is None and isinstance(wanted, Partial)
         for spec, wanted in zip(call.operands, signature.operands, strict=True)
@@ -132,9 +132,10 @@ def _cost(
     num_bytes: Sequence[int],
     axis_size: int,
 ) -> int:
-    """What this rank would send and receive, and a little for copies, so that ties go to moving nothing.
+    """The cost of a signature: bytes that this rank sends and receives, and a little for copies, so that ties go to
+    moving nothing.
 
-    In bytes, times a factor that makes it a whole number; the same for all signatures.
+    A factor makes it a whole number; it is the same for all signatures.
     """
     cost = 0
     for old, new, size in zip(present, signature.operands, num_bytes, strict=True):
@@ -150,7 +151,7 @@ def _cost(
 
 @cache
 def _change(old: type[Placement], new: type[Placement], axis_size: int) -> int:
-    """What one placement costs to make of another, by byte of the whole tensor."""
+    """The cost of turning one placement into another, per byte of the whole tensor."""
     # A copied byte counts a sixteenth of one that moves.
     copied = 2 * axis_size
     moved_piece = 32 * (axis_size - 1)

@@ -80,7 +80,7 @@ def settle_gradient(leaf: Any) -> None:
 
 
 def _wanted(parameter: Any, grad: Any) -> Layout | None:
-    """How a gradient is to lie; None where it does."""
+    """The layout that a gradient should get; None where it has it."""
     own: Spec = parameter._spec
     spec: Spec | None = getattr(grad, "_spec", None)
     if spec is None or spec is own:

@@ -115,7 +115,7 @@ class Broadcast:
 def _runs(
     size: int, slices: Sequence[Places], num_pieces: int, source: int, target: int, *, keeps_empty: bool = False
 ) -> list[_Run]:
-    """What `source` has of the pieces of `slices` that `target` gets."""
+    """The elements that `source` holds of the pieces of `slices` that `target` gets."""
     held, begin = piece(size, num_pieces, source)
     runs = []
     place = 0

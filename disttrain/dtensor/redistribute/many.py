@@ -50,8 +50,8 @@ def goes_together(spec: Spec, layout: Layout) -> bool:
 
 
 def _reduction_of(move: Move) -> tuple[Layout, Layout, torch.dtype] | None:
-    """Where the elements of a small tensor that is reduced, and not cut or gathered, come from and go to, as those of a
-    tensor without other placements. None for any other move."""
+    """The reduction that a move is, if it is small and nothing else: layouts before and after, without the placements
+    that stay, and the dtype. None for any other move."""
     _, spec, layout = move
     if spec.is_symbolic or spec.mesh != layout.mesh or math.prod(spec.shape) * spec.dtype.itemsize > MAX_TOGETHER_BYTES:
         return None

@@ -1,4 +1,4 @@
-"""How to get from one layout to another on the same mesh: a list of steps along mesh axes. Pure."""
+"""Plans a redistribution on one mesh: a list of steps along mesh axes. Pure."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def exchange(sent: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], grou
 
 
 def broadcast(values: torch.Tensor, group_src: int, group: ProcessGroup) -> torch.Tensor:
-    """What group rank `group_src` has in contiguous `values`, whose memory it may take."""
+    """The values of group rank `group_src`, sent to all. `values` are contiguous, and may be overwritten."""
     if _is_recorded(values):
         return functional.broadcast(values, group_src, group)
     if values.is_meta:

@@ -28,7 +28,7 @@ _SUM = Partial("sum")
 
 @dataclass(frozen=True)
 class AxisMap:
-    """What the dims of one call are.
+    """The dims of one call, a letter each, as in einsum.
 
     `operands` has the letters of each tensor operand by the argument's name; `results` those of each result; `cut` are
     the letters that may be cut. Operands in `added` are added to the result, each rank its term. The results are linear
@@ -120,7 +120,7 @@ def aligned_letters(letters: str, shape: Sequence[int], whole_shape: Sequence[in
 
 
 def local_spec(call: OpCall, propagation: Propagation, name: str) -> Spec | None:
-    """How the operand called `name` lies when it is computed with."""
+    """The spec that the operand called `name` has when it is computed with; None where it is plain or left out."""
     names = operand_names(call)
     if name not in names:
         return None
@@ -129,7 +129,7 @@ def local_spec(call: OpCall, propagation: Propagation, name: str) -> Spec | None
 
 
 def local_outputs(call: OpCall, propagation: Propagation) -> list[Spec]:
-    """What this rank's parts of the results are."""
+    """The specs of the results; their local shapes are those of this rank's parts."""
     return [_output_spec(output, layout) for output, layout in zip(call.outputs, propagation.results, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""What a sharding rule is: single-axis signatures of one operator call, and how its parts are computed.
+"""Sharding rules: single-axis signatures of one operator call, and how its parts are computed.
 
 A rule looks at a call and lists what may lie along *one* mesh axis: a placement for each tensor operand and the ones
 that the results then have. `propagate` picks, axis by axis, the signature that costs least. So a rule never sees the
@@ -96,7 +96,7 @@ Localize = Callable[[OpCall, Propagation], Compute]
 
 @dataclass(frozen=True)
 class Rule:
-    """How an operator shards. `localize` None: the operator itself, on the parts.
+    """The sharding rule of an operator. `localize` None: the operator itself, on the parts.
 
     `shards_unevenly` False: operands are never left in pieces of different sizes (some of them empty, perhaps).
     `takes_blocks` False: where a dim is cut, each rank must have consecutive elements of it.

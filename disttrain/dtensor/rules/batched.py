@@ -200,7 +200,7 @@ def _with_local_size(call: OpCall, propagation: Propagation) -> Compute:
 
 
 def _whole(call: OpCall) -> None:
-    """What looks at all values to raise or not: on whole operands every rank does alike."""
+    """An operator that raises or not by all values: on whole operands every rank does alike."""
 
 
 RULES = {

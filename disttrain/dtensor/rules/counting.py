@@ -22,7 +22,7 @@ def histogram(call: OpCall) -> Sequence[Signature]:
 
 
 def localize_histogram(call: OpCall, propagation: Propagation) -> Compute:
-    """Where no range is given, it is that of all elements, on which the ranks agree first."""
+    """Counts in bins over one range: where none is given, that of all elements, on which the ranks agree first."""
     part = operand_part(call, propagation, 0)
     axes = cutting_axes(part.layout, range(len(part.shape)))
     if not axes or 0 in part.shape:

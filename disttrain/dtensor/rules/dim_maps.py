@@ -1,4 +1,4 @@
-"""What views and their relatives share: a dim of the operand is a dim of the result, or cannot be cut."""
+"""Rules of views and their relatives: a dim of the operand is a dim of the result, or cannot be cut."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def unchanged(num_dims: int, blocked: Collection[int] = ()) -> dict[int, int]:
 
 
 def without(num_dims: int, removed: Collection[int]) -> dict[int, int]:
-    """What is left when the dims `removed` go."""
+    """The dims that are left when those in `removed` go, and their new positions."""
     kept = [dim for dim in range(num_dims) if dim not in removed]
     return {dim: place for place, dim in enumerate(kept)}
 

@@ -114,7 +114,7 @@ def bags_backward(call: OpCall) -> list[Signature]:
 
 
 def _axes_of_bags(call: OpCall) -> list[int]:
-    """Where the forward has cut between bags."""
+    """The axes along which the forward has cut between bags."""
     bag_of_index = operand_called(call, "offset2bag")
     placements = () if bag_of_index is None else bag_of_index.placements
     return [axis for axis, placement in enumerate(placements) if placement == Shard(0)]

@@ -1,4 +1,4 @@
-"""Where the largest and the smallest elements are: max and min with a dim, argmax, argmin.
+"""Positions of the largest and the smallest elements: max and min with a dim, argmax, argmin.
 
 Of a cut dim each rank finds its own; then the ranks compare values, and of equal ones the first in the whole wins, as
 it does in a single process.

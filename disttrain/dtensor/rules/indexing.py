@@ -22,9 +22,9 @@ _SUM, _WHOLE = Partial("sum"), Replicate()
 
 @dataclass(frozen=True)
 class IndexMap:
-    """Where advanced indexing puts dims: `indexed` dims of the operand make way for the indices' common `shape`.
+    """The dims of an indexed result: `indexed` dims of the operand make way for the indices' common `shape`.
 
-    `start` is where that begins in the result, and `kept` gives the place there of each dim that is not indexed.
+    `start` is where that begins in the result, and `kept` gives the position there of each dim that is not indexed.
     """
 
     indexed: tuple[int, ...]
@@ -33,7 +33,7 @@ class IndexMap:
     kept: dict[int, int]
 
     def along(self, index_shape: Sequence[int], dim: int) -> Placement:
-        """What an index must be so that dim `dim` of the common shape is cut; broadcast along it, it is whole."""
+        """The placement of an index that cuts dim `dim` of the common shape; broadcast along it, it is whole."""
         own = dim - (len(self.shape) - len(index_shape))
         return _WHOLE if own < 0 or index_shape[own] != self.shape[dim] else Shard(own)
 

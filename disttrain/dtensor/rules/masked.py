@@ -27,7 +27,7 @@ def masked_scatter(call: OpCall) -> Sequence[Signature]:
 
 
 def _along_first(spec: Spec | None, shape: Sequence[int]) -> Placement:
-    """What an operand must be so that the first dim of what it is broadcast to is cut."""
+    """The placement of an operand that cuts the first dim of the shape it is broadcast to."""
     is_cut = spec is not None and len(spec.shape) == len(shape) and spec.shape[0] == shape[0]
     return Shard(0) if is_cut else _WHOLE
 
@@ -52,7 +52,7 @@ def localize_masked_scatter(call: OpCall, propagation: Propagation) -> Compute:
 
 
 def masked_scatter_backward(call: OpCall) -> Sequence[Signature]:
-    """What each rank's mask shows, each at its place in the row."""
+    """Each rank has the elements that its mask shows, at their positions in the row; the others add nothing."""
     gradient = call.operand
     if None in call.operands or not gradient.shape:
         return [all_replicated(call)]
@@ -78,7 +78,7 @@ def localize_masked_scatter_backward(call: OpCall, propagation: Propagation) -> 
 
 
 def _counted(mask: torch.Tensor, part: Spec, axes: Sequence[int]) -> tuple[int, int]:
-    """How many elements the masks of the ranks before this one show, and how many all of them do. Collective."""
+    """The numbers of elements that the masks of the ranks before this one show, and that all masks do. Collective."""
     total, before = mask.sum(), torch.zeros((), dtype=torch.int64, device=mask.device)
     for axis in reversed(axes):
         counts = gathered(total, part.mesh, axis)

@@ -90,7 +90,7 @@ def _own(local: torch.Tensor, removed: tuple[int, ...]) -> tuple[torch.Tensor, t
 
 
 def _counts(part: Spec, removed: Collection[int], axis: int) -> tuple[int, ...]:
-    """How many elements each rank along `axis` stands for, once the axes after it are merged."""
+    """The number of elements that each rank along `axis` stands for, once the axes after it are merged."""
     coordinate = list(part.mesh.get_coordinate() or (0,) * part.mesh.ndim)
     placements = [
         Replicate() if later > axis and placement.cut_dim in removed else placement

@@ -47,7 +47,7 @@ def along_a_dim(call: OpCall) -> Sequence[Signature]:
 
 
 def searchsorted(call: OpCall) -> Sequence[Signature]:
-    """What is looked up, along any dim; many sorted rows are cut as it is, or, along the last dim, whole."""
+    """Cuts the values to look up along any dim; many sorted rows are cut like them, but whole along the last dim."""
     rows, sought = call.operands[0], call.operands[1] if len(call.operands) > 1 else None
     signatures = [all_replicated(call)]
     if rows is None or sought is None:

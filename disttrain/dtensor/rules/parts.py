@@ -1,4 +1,4 @@
-"""What rules ask about this rank's parts, and the few collectives that put small results together.
+"""Facts about this rank's parts, and the few collectives that put small results together.
 
 Whether a collective is called depends on layouts alone, which all ranks know; never on what a rank holds.
 """
@@ -43,19 +43,19 @@ def partials_of(call: OpCall, place: int) -> list[Partial]:
 
 
 def kept(dim: int, removed: Collection[int]) -> int:
-    """Where dim `dim` is once the dims `removed` are gone."""
+    """The position of dim `dim` once the dims `removed` are gone."""
     return dim - sum(1 for other in removed if other < dim)
 
 
 def lowest(dtype: torch.dtype) -> float | int | bool:
-    """What is no larger than any value of `dtype`."""
+    """The lowest value of `dtype`."""
     if dtype == torch.bool:
         return False
     return float("-inf") if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
 def highest(dtype: torch.dtype) -> float | int | bool:
-    """What is no smaller than any value of `dtype`."""
+    """The highest value of `dtype`."""
     if dtype == torch.bool:
         return True
     return float("inf") if dtype.is_floating_point else torch.iinfo(dtype).max
@@ -76,7 +76,7 @@ def largest(values: torch.Tensor, mesh: DeviceMesh, axes: Sequence[int]) -> torc
 
 
 def gathered(values: torch.Tensor, mesh: DeviceMesh, axis: int) -> torch.Tensor:
-    """What the ranks along `axis` hold, stacked along a new first dim. Collective."""
+    """The values of the ranks along `axis`, stacked along a new first dim. Collective."""
     num_pieces = mesh.shape[axis]
     sent = values.contiguous()
     return all_gather(sent.view(-1), mesh.get_group(axis)).view(num_pieces, *sent.shape)

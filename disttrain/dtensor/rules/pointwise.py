@@ -115,7 +115,7 @@ def pointwise(call: OpCall) -> Sequence[Signature]:
 
 
 def _operand(spec: Spec | None, dim: int, output_shape: tuple[int, ...]) -> Placement:
-    """What an operand must be so that the result is sharded along output dim `dim`."""
+    """The placement of an operand that shards the result along output dim `dim`."""
     if spec is None:
         return Replicate()
     own_dim = dim - (len(output_shape) - len(spec.shape))
@@ -163,7 +163,7 @@ def _may_be_summed(call: OpCall, place: int) -> bool:
 
 
 def _keeps_values(call: OpCall, kind: Partial) -> bool:
-    """Whether reducing may come after the copy: not where the copy has a type that rounds, or has no such reduction."""
+    """True where reducing may come after the copy: not where the copy's dtype rounds, or has no such reduction."""
     source, target = call.operand.dtype, call.outputs[0].dtype
     if source == target:
         return True

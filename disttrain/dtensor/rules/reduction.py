@@ -97,7 +97,10 @@ def reduced_dims(call: OpCall) -> frozenset[int]:
 
 
 def _reduces_all(call: OpCall) -> bool:
-    """Whether an empty list is every dim, as to most operators, or none. Where all sizes are one, both look alike."""
+    """True where an empty list of dims stands for every dim, as for most operators; for some it stands for none.
+
+    The meta device tells, by sizes of two: where all sizes are one, both look alike.
+    """
     probe = torch.empty((2,) * len(call.operand.shape), dtype=call.operand.dtype, device="meta")
     results = call.op(probe, *call.arguments[1:], **call.keywords)
     first: torch.Tensor = results if isinstance(results, torch.Tensor) else results[0]
@@ -109,12 +112,12 @@ def keeps_dims(call: OpCall) -> bool:
 
 
 def _where_kept(call: OpCall, dim: int, removed: frozenset[int]) -> list[Placement]:
-    """Where dim `dim` of the operand is in the results."""
+    """The results' placements where dim `dim` of the operand, which they keep, is cut."""
     return [Shard(dim if keeps_dims(call) else kept(dim, removed))] * len(call.outputs)
 
 
 def _partials(call: OpCall) -> tuple[Partial, ...]:
-    """What the results are when a reduced dim is cut; nothing where it must not be."""
+    """The results' placements where a reduced dim is cut; none where it must not be."""
     name = call.facts.name
     if name in _NORMS:
         order = _order(call)

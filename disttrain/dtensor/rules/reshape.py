@@ -30,7 +30,7 @@ class _Group(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """What some rank holds, after the axes so far: the sizes of its part of the operand, and of the result."""
+    """Sizes of some rank's parts of the operand and of the result, after the axes so far."""
 
     old: tuple[int, ...]
     new: tuple[int, ...]
@@ -81,7 +81,7 @@ def reshape(call: OpCall) -> Propagation | None:
 
 
 def _candidates(spec: Spec, axis: int) -> list[Placement]:
-    """What may become of the axis's placement, the best first."""
+    """The placements that the operand may get along the axis, the best first."""
     present = spec.placements[axis]
     if present.cut_dim is None:
         return [present]
@@ -90,7 +90,7 @@ def _candidates(spec: Spec, axis: int) -> list[Placement]:
 
 
 def _passed(placement: Placement, groups: Sequence[_Group], states: list[_Sizes], axis_size: int) -> Placement | None:
-    """What `placement` is in the result, whichever of `states` a rank is in; None where nothing says it."""
+    """The result's placement for the operand's, where it is one for all `states` that ranks may be in; else None."""
     dim = placement.cut_dim
     if dim is None:
         return placement
@@ -141,7 +141,7 @@ def _flat_cut(placement: Placement, dims: range, sizes: Sequence[int], axis_size
 
 
 def _after(states: list[_Sizes], old: Placement, new: Placement, axis_size: int) -> list[_Sizes]:
-    """What ranks may hold once an axis has cut; a rank that holds nothing needs no looking after."""
+    """The sizes that ranks may have once an axis has cut, but for those of ranks without an element."""
     if old.cut_dim is None or new.cut_dim is None:
         return states
     left: list[_Sizes] = []

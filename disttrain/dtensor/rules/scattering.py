@@ -155,7 +155,7 @@ def index_put(call: OpCall) -> Sequence[Signature]:
 
 
 def _values_along(values_shape: Sequence[int], where: IndexMap, place: int, size: int, num_dims: int) -> Placement:
-    """What the values must be so that dim `place` of what is indexed is cut; broadcast along it, they are whole."""
+    """The placement of the values that cuts dim `place` of the indexed result; broadcast along it, they are whole."""
     num_places = num_dims - len(where.indexed) + len(where.shape)
     own = place - (num_places - len(values_shape))
     return _WHOLE if own < 0 or values_shape[own] != size else Shard(own)

@@ -49,7 +49,7 @@ def _slices(call: OpCall) -> list[Places]:
 
 
 def _is_whole(call: OpCall, size: int) -> bool:
-    """Whether all of the dim's `size` elements are taken in order."""
+    """True where all of the dim's `size` elements are taken, in order."""
     if "slice" not in call.facts.name:
         return len(call.outputs) == 1
     start, end, step = call.argument("start", 0), call.argument("end", size), call.argument("step", 1)
@@ -70,7 +70,7 @@ def _sliced(call: OpCall) -> Sequence[Signature]:
 
 
 def _exchange(call: OpCall, propagation: Propagation) -> Exchange | None:
-    """How a slice of the cut dim gets to where it belongs; None where the dim is not cut, or taken whole."""
+    """The exchange that brings a slice of the cut dim to its ranks; None where the dim is not cut, or taken whole."""
     spec, dim = call.operand, _dim(call)
     axis = sole_axis(spec, dim)
     if axis is None or propagation.operands[0] is not spec.layout or _is_whole(call, spec.shape[dim]):

@@ -1,1 +1,1 @@
-"""How a tensor lies: placements, layouts, sizes of parts."""
+"""Placements, layouts, specs, and the sizes of parts."""

@@ -1,4 +1,4 @@
-"""What the ranks of a mesh tell each other before they rely on it: the shapes of parts, the values of copies."""
+"""Agreement among the ranks of a mesh: on a whole's shape, by the shapes of parts, and on the values of copies."""
 
 from __future__ import annotations
 

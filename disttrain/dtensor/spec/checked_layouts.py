@@ -23,12 +23,12 @@ def checked_layout(operation: str, mesh: DeviceMesh, placements: Sequence[Placem
 
 
 def gradient_placements(placements: Placements) -> Placements:
-    """How the gradient of a tensor lies: a partial tensor's is whole, since every part counts in full."""
+    """The placements of a tensor's gradient: a partial tensor's is whole, since every part counts in full."""
     return tuple(Replicate() if isinstance(placement, Partial) else placement for placement in placements)
 
 
 def gradient_layout(operation: str, layout: Layout, placements: Sequence[Placement] | None, num_dims: int) -> Layout:
-    """How the gradients of a tensor's parts lie: as `placements` say, which must leave each rank the part that it has.
+    """The layout of the gradients of a tensor's parts: `placements`, which must leave each rank the part that it has.
 
     Raises LayoutError where they do not.
     """

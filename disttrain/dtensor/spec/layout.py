@@ -27,7 +27,7 @@ _INTS = {int}
 
 
 class Layout:
-    """How a tensor lies on a mesh: one placement per mesh axis. Says nothing about sizes."""
+    """Placements on a mesh, one per mesh axis. Says nothing about sizes."""
 
     __slots__ = (
         "__weakref__",
@@ -104,7 +104,7 @@ class Layout:
 
 
 class Spec:
-    """What a DTensor is, but for its values: global shape, strides, dtype, and layout.
+    """A DTensor's global shape, strides, dtype and layout: all of it but the values.
 
     With sizes that are symbols, as the compiler traces them, a spec is an object of its own and nothing is kept for it.
     """
@@ -179,7 +179,7 @@ class Spec:
 
     @property
     def form(self) -> tuple[Any, ...] | None:
-        """What is left of a spec when sizes are forgotten, but for which are one; None where a cut is uneven."""
+        """Layout, dtype and order of a spec, whatever its sizes, but for which are one; None where a cut is uneven."""
         if self._form == ():
             self._form = self._found_form()
         return self._form
@@ -197,7 +197,7 @@ class Spec:
 
     @property
     def local_offset(self) -> tuple[int, ...]:
-        """Where this rank's part begins in the whole; no placement may be StridedShard."""
+        """The index in the whole of this rank's first element; no placement may be StridedShard."""
         coordinate = self.mesh.get_coordinate()
         if coordinate is None:
             return (0,) * len(self.shape)

@@ -20,7 +20,7 @@ class Placement(GraphConstant):
     """Abstract: Shard, Replicate or Partial."""
 
     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
-        """How the code of a compiled graph makes it."""
+        """The expression by which a compiled graph's code makes it, and the names in that."""
         values = ", ".join(f"{field.name}={getattr(self, field.name)!r}" for field in fields(self))
         return f"{type(self).__name__}({values})", {type(self).__name__: type(self)}
 

@@ -20,7 +20,7 @@ class Places:
 
     @classmethod
     def of_slice(cls, size: int, start: int | None, end: int | None, step: int = 1) -> Self:
-        """What `[start:end:step]` takes of `size` elements; `step` is positive."""
+        """The elements that `[start:end:step]` takes of `size`; `step` is positive."""
         first = _within(size, 0 if start is None else start)
         last = _within(size, size if end is None else end)
         return cls(first, -((first - last) // step) if last > first else 0, step)
@@ -39,7 +39,7 @@ class Places:
         return Places(self.start - offset, self.length, self.step)
 
     def num_below(self, bound: int) -> int:
-        """How many of them are less than `bound`."""
+        """The number of them below `bound`."""
         return min(self.length, max(0, -((self.start - bound) // self.step)))
 
 

@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank holds. Pure arithmetic over sizes, mesh shapes and coordinates.
+"""Shapes and offsets of ranks' parts. Pure arithmetic over sizes, mesh shapes and coordinates.
 
 Where several axes shard one dim, they cut in the order of the axes: the first axis cuts the whole, the next one cuts
 the piece. Each cut is `torch.chunk`'s: pieces of ceil(size / num_pieces), the last ones shorter or empty. A strided cut
@@ -28,13 +28,13 @@ def piece_size(size: int, num_pieces: int) -> int:
 
 
 def cut(size: int, placement: Placement, num_pieces: int, position: int) -> int:
-    """How much the rank at `position` keeps of a dim of `size` that `placement` cuts."""
+    """The number of elements that the rank at `position` keeps of a dim of `size` that `placement` cuts."""
     blocks = num_blocks(placement)
     return blocks * piece(size // blocks, num_pieces, position)[0]
 
 
 def num_blocks(placement: Placement) -> int:
-    """How many blocks of a dim a placement cuts, each for itself."""
+    """The number of blocks of a dim that a placement cuts, each for itself."""
     return placement.num_blocks if isinstance(placement, StridedShard) else 1
 
 

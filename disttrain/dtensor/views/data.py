@@ -28,7 +28,7 @@ class _Kin:
         self.counters = tuple(map(_bare, (owner.detach(), _data(owner), _data(owner))))
 
     def for_data_of(self, tensor: torch.Tensor) -> Any:
-        """What counts the writes to `tensor.data`: not what counts those to `tensor`."""
+        """The counter of writes to `tensor.data`, which is another than that of writes to `tensor`."""
         uncounted, other = self.counters[1:3]
         return other if are_counted_together(tensor, uncounted) else uncounted
 
@@ -37,7 +37,7 @@ class _Kin:
 
 
 def data_of(tensor: Any) -> torch.Tensor:
-    """What `tensor.data` is."""
+    """The value of `tensor.data`."""
     if torch.compiler.is_compiling() or tensor.is_inference():
         return _data(tensor)
     owner, spec = _owner_of(tensor), tensor._spec
@@ -71,13 +71,13 @@ def _bare(counter: Any) -> Any:
 
 
 def num_writes(owner: torch.Tensor) -> int:
-    """How often the memory of `owner`, which is no view copy, has been written to by way of it, its views, `.data`."""
+    """The number of writes to the memory of `owner`, which is no view copy, by way of it, its views and its `.data`."""
     kin = _kin_of(owner)
     return owner._version if kin is None else sum(counter._version for counter in kin.counters)
 
 
 def num_data_writes(owners: Iterable[Any]) -> int:
-    """How often, with other writes, the memory of those has been written to of which `.data` has been asked for."""
+    """The number of writes, `.data` included, to the memory of those owners whose `.data` somebody has asked for."""
     # In C as far as that goes: it is asked of each parameter in each step.
     return sum(counter._version for kin in filter(None, map(_KIN_IN, map(vars, owners))) for counter in kin.counters)
 

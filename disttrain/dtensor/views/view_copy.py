@@ -21,7 +21,7 @@ from disttrain.dtensor.views.overlaps import check_can_merge, overlaps_itself, w
 
 @dataclass(frozen=True)
 class Fetch:
-    """How to get what a view needs from this rank's part, and how to put it back. Collective over the mesh, both.
+    """Gets the values that a view needs from this rank's part, and puts them back. Collective over the mesh, both.
 
     `read` takes the part and returns memory of its own; `write` takes what `read` returned, and the part to write to.
     """
@@ -118,5 +118,5 @@ def count_writes(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def _version_of(owner: torch.Tensor) -> int | None:
-    """How often the owner, or any view of it, has been written to; None where torch does not count."""
+    """The number of writes to the owner and its views; None where torch does not count."""
     return None if owner.is_inference() else num_writes(owner)

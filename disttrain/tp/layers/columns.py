@@ -43,7 +43,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Columns:
-    """What is done for an input of one form.
+    """The plan for inputs of one form.
 
     `cutting` is None where each rank has the whole input. `spec` is the input's where it is a DTensor. The gradient of
     a whole plain input is summed over the ranks; that of a whole DTensor is left as terms of the sum, which others may

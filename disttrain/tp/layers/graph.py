@@ -107,12 +107,12 @@ def _cutting(tensor: torch.Tensor, part_bytes: int, dim: int, group_name: str, w
 
 
 def _handle() -> torch.Tensor:
-    """What the next operator is given, so that it stays behind this one."""
+    """A tensor that the next operator takes, so that it stays behind this one."""
     return torch.zeros((), dtype=torch.int64)
 
 
 def _own(result: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-    """What an operator gives out must not be what it was given, as it is where one rank has all."""
+    """The result as a tensor of its own: an operator must not return its argument, which it would on one rank."""
     return result.clone(memory_format=torch.contiguous_format) if result is given else result.contiguous()
 
 

@@ -211,7 +211,7 @@ def takes_the_long_way(x: torch.Tensor) -> bool:
 
 
 def form_of(x: torch.Tensor) -> Any:
-    """What plans are kept by: inputs of one form take one way."""
+    """The key of a plan: inputs of one form have one plan."""
     spec = getattr(x, "_spec", None)
     return (x.shape, x.dtype, x.device) if spec is None else (spec, x.device)
 
@@ -232,7 +232,7 @@ def kept_plan(plans: dict[Any, _Plan | None], form: Any, make: Callable[[], _Pla
 
 
 def cutting_of(x: torch.Tensor, placement: Placement, axis: Axis, overlap: bool | None) -> Cutting | None:
-    """How inputs like `x`, whose parts lie so, are gathered; None where that takes DTensor's help."""
+    """The way to gather inputs like `x`, whose parts lie so; None where that takes DTensor's help."""
     if not isinstance(placement, Shard):
         return None
     dim = dim_of(placement, x.ndim)

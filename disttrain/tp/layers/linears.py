@@ -1,4 +1,4 @@
-"""What the modules that multiply by a matrix have in common, and how they are cut by columns or rows.
+"""Modules that multiply by a matrix: their matrices, and the cuts by columns or rows.
 
 Megatron-LM (arXiv 1909.08053) cuts the first matrix of a pair by its columns and the second by its rows, so that
 nothing is sent between the two.
@@ -25,7 +25,7 @@ from disttrain.tp.layers.params import REPLICATED, Cut, Piece
 
 @dataclass(frozen=True)
 class Matrix:
-    """How a module holds its matrix: as (out, in), which nn.Linear does, or as (in, out)."""
+    """The order of a module's matrix: (out, in), as in nn.Linear, or (in, out)."""
 
     out_dim: int
 

@@ -1,4 +1,4 @@
-"""How a module's parameters lie on the axis, and what of them a rank computes with."""
+"""Layouts of a module's parameters on the axis, and the parts of them that a rank computes with."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Cut:
-    """How one parameter lies on the axis.
+    """The cut of one parameter along the axis.
 
     `is_term`: a rank's gradient is one term of the parameter's, which all ranks hold. `piece`: of a replicated
     parameter a rank computes with a part only; its gradient is a term too.

@@ -20,8 +20,8 @@ from disttrain.weight_grads import current_keeper, now_or_later
 
 @dataclass(frozen=True)
 class Row:
-    """How the layer is cut, and what becomes of the sum: `cutting` says how ranks keep parts of it, None where each has
-    the whole. `input` and `output` are specs where these are DTensors."""
+    """The plan of a layer that is cut by rows. `cutting` says how ranks keep parts of the sum, None where each has the
+    whole. `input` and `output` are specs where these are DTensors."""
 
     axis: Axis
     matrix: Matrix

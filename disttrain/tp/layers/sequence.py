@@ -56,7 +56,7 @@ class SequenceParallel(ParallelStyle):
 
 @dataclass(frozen=True)
 class SequenceState:
-    """Where the parts come from and how the result is wanted."""
+    """The layouts of a module's input and result on the axis."""
 
     axis: Axis
     placement: Shard

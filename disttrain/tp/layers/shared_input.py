@@ -72,7 +72,7 @@ class Sharing:
         return made[0]
 
     def result_for(self, place: int, x: torch.Tensor) -> torch.Tensor | None:
-        """What the layer of this number has made of `x`, handed out once; None for another input.
+        """The result of the layer of this number for `x`, handed out once; None for another input.
 
         Nor within activation checkpointing that began since: it would multiply when it computes again.
         """
@@ -172,7 +172,7 @@ def _saved_under() -> object:
 
 
 def _takes(layer: ColumnLinear, x: torch.Tensor) -> bool:
-    """Whether `x` has as many features as the layer multiplies."""
+    """True where `x` has as many features as the layer multiplies."""
     in_features: int = layer.weight.shape[layer._tp.matrix.in_dim]
     return in_features == x.shape[-1]
 

@@ -1,4 +1,4 @@
-"""What a vocabulary-parallel loss is asked for, and what of it is refused, before anything is sent."""
+"""Checks of the arguments of a vocabulary-parallel loss, before anything is sent."""
 
 from __future__ import annotations
 

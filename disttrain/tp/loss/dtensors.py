@@ -72,7 +72,7 @@ def classes_axis_of(logits: DTensor) -> int:
 
 
 def _without_classes(logits: DTensor, axis: int) -> list[Placement]:
-    """How a tensor of the batch's dims lies that goes with `logits`."""
+    """The placements of `logits` for a tensor that has their dims but for the classes."""
     classes_dim = classes_dim_of(logits)
     placements: list[Placement] = []
     for other, placement in enumerate(logits.placements):
@@ -85,7 +85,7 @@ def _without_classes(logits: DTensor, axis: int) -> list[Placement]:
 
 
 def _target_part(target: torch.Tensor, logits: DTensor, axis: int) -> torch.Tensor:
-    """What goes with this rank's part of the logits; probabilities with the classes along the last dim."""
+    """The targets of this rank's part of the logits; probabilities with the classes along the last dim."""
     is_of_classes = not target.is_floating_point()
     if isinstance(target, DTensor):
         wanted: Sequence[Placement] = _without_classes(logits, axis) if is_of_classes else logits.placements

@@ -1,4 +1,4 @@
-"""Whether a plan fits a module, told before any of it is applied: nothing is ever half cut."""
+"""Checks that a plan fits a module, before any of it is applied: nothing is ever half cut."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def plan_for(
     loss_parallel: bool = False,
     head_dim: int | None = None,
 ) -> ParallelPlan:
-    """How `model` could be cut: a dict for parallelize_module, which prints as a table.
+    """A plan that cuts `model`: a dict for parallelize_module, which prints as a table.
 
     Known are embeddings, norms, and modules that hold the linear layers of an attention or an MLP, gated or not, with
     fewer heads for keys and values, or fused (query, key and value in one, gate and up in one); by their sizes, and by
@@ -129,8 +129,8 @@ def _pair_of(module: nn.Module, dim: int) -> _Pair | None:
 
 
 def _are_of_two(widths: list[int], inner_size: int) -> bool:
-    """Whether layers of these widths, which rise, before one that takes `inner_size`, are more than an attention's or
-    an MLP's: of these the widest is as wide as that, and an attention's keys are as wide as its values."""
+    """True where layers of these widths, which rise, before one that takes `inner_size`, are more than an attention's
+    or an MLP's: of these the widest is as wide as that, and an attention's keys are as wide as its values."""
     if len(widths) > 2 and widths[0] != widths[1]:
         return True
     return len(widths) > 4 or (len(widths) > 1 and widths[-1] != inner_size)
@@ -185,7 +185,7 @@ def _sizes(layer: nn.Module, matrix: Matrix | None) -> tuple[int, int]:
 
 
 def _head_dim(module: nn.Module) -> int | None:
-    """What a module, or its config, says about the size of its heads."""
+    """The size of a module's heads, by its attributes or its config's; None where these do not say."""
     for source in (module, getattr(module, "config", None)):
         for name in ("head_dim", "attention_head_size"):
             found = getattr(source, name, None)
@@ -208,7 +208,7 @@ def _is_inside(name: str, owners: set[str]) -> bool:
 
 
 def _has_owner(name: str, model: nn.Module, dim: int) -> bool:
-    """Whether the module that holds this layer is a pair's."""
+    """True where the module that holds this layer is a pair's."""
     parent = model.get_submodule(name.rpartition(".")[0])
     return _pair_of(parent, dim) is not None
 

@@ -47,7 +47,7 @@ class ParallelPlan(dict[str, ParallelStyle]):
         return self.table()
 
     def wire_bytes(self, num_ranks: int, num_tokens: int, dtype: torch.dtype = torch.bfloat16) -> float:
-        """What one rank sends in a step of forward and backward over `num_tokens` tokens, activations in `dtype`.
+        """Bytes that one rank sends in a step of forward and backward over `num_tokens` tokens, activations in `dtype`.
 
         Of entries that plan_for has made, not of those added by hand; without the gradients of parameters that all
         ranks hold, such as norms'.
