@@ -257,8 +257,8 @@ def above_autograd(op: OpOverload, *args: Any, **kwargs: Any) -> tuple[torch.Ten
         return [results] if isinstance(results, torch.Tensor) else list(results)
 
     _UNCAUGHT[id(call)] = call
-    given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-    return tuple(torch.ops.disttrain.above_autograd.default(given, id(call)))
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    return tuple(torch.ops.disttrain.above_autograd.default(tensors, id(call)))
 
 
 def is_transformed() -> bool:
@@ -335,7 +335,7 @@ _UNDECLARED_WRITES = {
 def facts_of(op: OpOverload) -> OpFacts:
     """The facts of `op`, for the rules to look at; to be asked once per operator."""
     schema = op._schema
-    positions = [-1 if argument.kwarg_only else place for place, argument in enumerate(schema.arguments)]
+    positions = [-1 if argument.kwarg_only else index for index, argument in enumerate(schema.arguments)]
     name = f"{op.namespace}.{op._schema.name.partition('::')[2]}"
     undeclared = _UNDECLARED_WRITES.get(name, ())
     writes = [

@@ -47,13 +47,13 @@ def _signatures(call: OpCall, choices: Callable[..., Shardings]) -> list[Signatu
     signatures = []
     for results, arguments in choices(*args, **kwargs):
         operands = [placement for placement in arguments if placement is not None]
-        given = [placement for placement in results if placement is not None]
-        if len(operands) != len(specs) or len(given) != len(call.outputs):
+        placements = [placement for placement in results if placement is not None]
+        if len(operands) != len(specs) or len(placements) != len(call.outputs):
             raise LayoutError(
                 call.facts.name,
-                f"a registered sharding has {len(operands)} operands and {len(given)} results; the operator has "
+                f"a registered sharding has {len(operands)} operands and {len(placements)} results; the operator has "
                 f"{len(specs)} and {len(call.outputs)}.",
                 "Give one placement per tensor, and None for every other argument.",
             )
-        signatures.append(Signature(tuple(operands), tuple(given)))
+        signatures.append(Signature(tuple(operands), tuple(placements)))
     return [*signatures, all_replicated(call)]

@@ -58,8 +58,8 @@ def _draw_by_rows(fill: Fill, spec: Spec, part: torch.Tensor, rows: int) -> None
         fill(chunk)
         begin, end = max(first, offsets[0]), min(stop, offsets[0] + sizes[0])
         if begin < end:
-            kept = chunk[begin - first : end - first]
+            rows_of_part = chunk[begin - first : end - first]
             for dim in range(1, len(sizes)):
-                kept = kept.narrow(dim, offsets[dim], sizes[dim])
-            part[begin - offsets[0] : end - offsets[0]] = kept
+                rows_of_part = rows_of_part.narrow(dim, offsets[dim], sizes[dim])
+            part[begin - offsets[0] : end - offsets[0]] = rows_of_part
         first = stop

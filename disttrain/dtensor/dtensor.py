@@ -344,8 +344,8 @@ class _ToLocal(torch.autograd.Function):
         grad_spec = Spec(ctx.grad_layout, spec.shape, spec.stride, grad.dtype)
         if not torch.is_grad_enabled():
             return DTensor(grad, grad_spec), None
-        own = ctx.grad_layout.with_placements(gradient_placements(grad_spec.placements))
-        return cast(DTensor, _FromLocal.apply(grad, grad_spec, own)), None  # type: ignore[no-untyped-call]
+        layout = ctx.grad_layout.with_placements(gradient_placements(grad_spec.placements))
+        return cast(DTensor, _FromLocal.apply(grad, grad_spec, layout)), None  # type: ignore[no-untyped-call]
 
 
 class _Redistribute(torch.autograd.Function):

@@ -53,29 +53,29 @@ def local_map(
         _check_count("in_placements", in_placements, len(flat))
         _check_count("in_grad_placements", in_grad_placements, len(flat))
         mesh = device_mesh
-        found = False
-        for place, value in enumerate(flat):
+        has_dtensors = False
+        for index, value in enumerate(flat):
             if isinstance(value, DTensor):
-                found = True
+                has_dtensors = True
                 mesh = mesh or value.device_mesh
-                wanted = None if in_placements is None else in_placements[place]
-                grads = None if in_grad_placements is None else in_grad_placements[place]
-                flat[place] = _part(place, value, wanted, grads, redistribute_inputs)
+                wanted = None if in_placements is None else in_placements[index]
+                grads = None if in_grad_placements is None else in_grad_placements[index]
+                flat[index] = _part(index, value, wanted, grads, redistribute_inputs)
             elif not torch.compiler.is_compiling():
-                check_ours("local_map", f"argument {place}", value)
+                check_ours("local_map", f"argument {index}", value)
         result = func(*tree_unflatten(flat, tree), **kwargs)
-        return _wrapped(result, mesh, out_placements) if found and mesh is not None else result
+        return _wrapped(result, mesh, out_placements) if has_dtensors and mesh is not None else result
 
     # A graph has no use for the name, and `super().__call__` no attributes that Dynamo could copy.
     return run if torch.compiler.is_compiling() else functools.update_wrapper(run, func)
 
 
-def _part(place: int, tensor: DTensor, wanted: Wanted, grads: Wanted, redistributes: bool) -> torch.Tensor:
+def _part(index: int, tensor: DTensor, wanted: Wanted, grads: Wanted, redistributes: bool) -> torch.Tensor:
     if wanted is not None and tuple(wanted) != tensor.placements and _wanted(wanted, tensor) != tensor.placements:
         if not redistributes:
             raise LayoutError(
                 "local_map",
-                f"argument {place} lies as {list(tensor.placements)}; in_placements want {list(wanted)}.",
+                f"argument {index} lies as {list(tensor.placements)}; in_placements want {list(wanted)}.",
                 "Redistribute it, or pass redistribute_inputs=True.",
                 rank=tensor.device_mesh.get_rank(),
             )
@@ -86,16 +86,16 @@ def _part(place: int, tensor: DTensor, wanted: Wanted, grads: Wanted, redistribu
 def _wrapped(result: Any, mesh: DeviceMesh, out_placements: Wanted | tuple[Wanted, ...]) -> Any:
     flat, tree = tree_flatten(result)
     per_result = _per_result(out_placements, len(flat))
-    for place, (value, placements) in enumerate(zip(flat, per_result, strict=True)):
+    for index, (value, placements) in enumerate(zip(flat, per_result, strict=True)):
         if isinstance(value, torch.Tensor) != (placements is not None):
             raise LayoutError(
                 "local_map",
-                f"result {place} is a {type(value).__name__}, and its out_placements are {placements}.",
+                f"result {index} is a {type(value).__name__}, and its out_placements are {placements}.",
                 "Give placements for each tensor, and None for every other value.",
                 rank=mesh.get_rank(),
             )
         if placements is not None:
-            flat[place] = DTensor.from_local(value, mesh, placements)
+            flat[index] = DTensor.from_local(value, mesh, placements)
     return tree_unflatten(flat, tree)
 
 
@@ -116,10 +116,10 @@ def _per_result(out_placements: Wanted | tuple[Wanted, ...], num_results: int) -
     return per_result
 
 
-def _check_count(name: str, given: tuple[Wanted, ...] | None, num_arguments: int) -> None:
-    if given is not None and len(given) != num_arguments:
+def _check_count(name: str, placements: tuple[Wanted, ...] | None, num_arguments: int) -> None:
+    if placements is not None and len(placements) != num_arguments:
         raise LayoutError(
             "local_map",
-            f"there are {num_arguments} arguments and {len(given)} {name}.",
+            f"there are {num_arguments} arguments and {len(placements)} {name}.",
             "Give one entry per argument, nested ones counted each; None for what is no DTensor.",
         )

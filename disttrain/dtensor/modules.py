@@ -39,9 +39,9 @@ def distribute_module(
             partition_fn(name, submodule, device_mesh)
         _replicate(submodule, device_mesh)
     if input_fn is not None:
-        module.register_forward_pre_hook(lambda own, inputs: input_fn(own, inputs, device_mesh))
+        module.register_forward_pre_hook(lambda hooked, inputs: input_fn(hooked, inputs, device_mesh))
     if output_fn is not None:
-        module.register_forward_hook(lambda own, _inputs, outputs: output_fn(own, outputs, device_mesh))
+        module.register_forward_hook(lambda hooked, _inputs, outputs: output_fn(hooked, outputs, device_mesh))
     return module
 
 

@@ -90,8 +90,8 @@ def _facts(op: OpOverload, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: dict
     for name, value in named.items():
         entries = list(value) if isinstance(value, list | tuple) else [value]
         facts.append(_Fact(f"argument {name}", f"{type(value).__name__} of {len(entries)}", everywhere))
-        for place, entry in enumerate(entries):
-            label = f"argument {name}" + (f"[{place}]" if entries[0] is not value else "")
+        for index, entry in enumerate(entries):
+            label = f"argument {name}" + (f"[{index}]" if entries[0] is not value else "")
             facts += _facts_of_value(label, entry, everywhere)
     if facts_of(op).is_random:
         generator = named.get("generator")
@@ -116,23 +116,25 @@ def _facts_of_value(label: str, value: Any, everywhere: tuple[int, ...]) -> Iter
 
 def _compare(mesh: DeviceMesh, operation: str, facts: Sequence[_Fact]) -> None:
     """Collective over the mesh."""
-    told = from_all_ranks(mesh, [operation, [list(fact) for fact in facts]])
-    if all(one == told[0] for one in told):
+    reports = from_all_ranks(mesh, [operation, [list(fact) for fact in facts]])
+    if all(report == reports[0] for report in reports):
         return
     coordinates = [mesh.layout.coordinate(rank) for rank in mesh.layout.ranks]
-    for rank, own, (found, own_facts) in zip(mesh.layout.ranks, coordinates, told, strict=True):
-        for other_rank, other, (expected, other_facts) in zip(mesh.layout.ranks, coordinates, told, strict=True):
+    for rank, coordinate, (called, rank_facts) in zip(mesh.layout.ranks, coordinates, reports, strict=True):
+        for other_rank, other_coordinate, (expected, other_facts) in zip(
+            mesh.layout.ranks, coordinates, reports, strict=True
+        ):
             if other_rank == rank:
                 break
-            if found != expected:
-                raise _mismatch(mesh, expected, f"rank {rank} has come to {found} instead, unlike rank {other_rank}.")
-            assert own is not None
-            assert other is not None
-            apart = {axis for axis in range(mesh.ndim) if own[axis] != other[axis]}
-            for (name, value, axes), (_, other_value, _) in zip(own_facts, other_facts, strict=False):
+            if called != expected:
+                raise _mismatch(mesh, expected, f"rank {rank} has come to {called} instead, unlike rank {other_rank}.")
+            assert coordinate is not None
+            assert other_coordinate is not None
+            apart = {axis for axis in range(mesh.ndim) if coordinate[axis] != other_coordinate[axis]}
+            for (name, value, axes), (_, other_value, _) in zip(rank_facts, other_facts, strict=False):
                 if value != other_value and apart <= set(axes):
                     problem = f"{name} differs: {other_value} on rank {other_rank}, {value} on rank {rank}."
-                    raise _mismatch(mesh, found, problem)
+                    raise _mismatch(mesh, called, problem)
 
 
 def _mismatch(mesh: DeviceMesh, operation: str, problem: str) -> RankMismatchError:

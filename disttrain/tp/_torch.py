@@ -14,12 +14,12 @@ from torch import nn
 @contextmanager
 def shown_as(module: nn.Module, tensors: dict[str, torch.Tensor]) -> Iterator[None]:
     """Within, the module's own parameters of these names are plain tensors, which need not be parameters."""
-    own = dict(module._parameters)
+    parameters = dict(module._parameters)
     module._parameters.update(tensors)  # type: ignore[arg-type]
     try:
         yield
     finally:
-        module._parameters.update(own)
+        module._parameters.update(parameters)
 
 
 def put_parameters(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -86,5 +86,5 @@ def saved_tensors_hooks() -> object:
 
 def as_own(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as a tensor that is no view: what an autograd function returns can be written to then."""
-    own: torch.Tensor = torch.ops.aten._unsafe_view.default(tensor, tensor.shape) if tensor._is_view() else tensor
-    return own
+    result: torch.Tensor = torch.ops.aten._unsafe_view.default(tensor, tensor.shape) if tensor._is_view() else tensor
+    return result

@@ -50,23 +50,23 @@ def _pre_dp_module_transform(module: nn.Module) -> None:
     parts: list[_Parts] = []
     made: dict[int, nn.Parameter] = {}
     for each in module.modules():
-        own = _Parts(each)
+        part = _Parts(each)
         for name, parameter in each.named_parameters(recurse=False, remove_duplicate=False):
             if isinstance(parameter, DTensor):
                 local = nn.Parameter(parameter.to_local().detach(), parameter.requires_grad)
-                own.local[name] = made.setdefault(id(parameter), local)
-                own.cut[name] = parameter
-        if own.local:
-            own.show_local()
-            parts.append(own)
+                part.local[name] = made.setdefault(id(parameter), local)
+                part.cut[name] = parameter
+        if part.local:
+            part.show_local()
+            parts.append(part)
 
     def before(*_: Any) -> None:
-        for own in parts:
-            own.show_whole()
+        for part in parts:
+            part.show_whole()
 
     def after(*_: Any) -> None:
-        for own in parts:
-            own.show_local()
+        for part in parts:
+            part.show_local()
 
     hook_before(module, lambda module, args, kwargs: before())
     hook_after(module, after, always=True)

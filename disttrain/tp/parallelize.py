@@ -67,7 +67,7 @@ def _matched(module: nn.Module, styles: Mapping[str, ParallelStyle], axis: Axis)
     """Names of modules and what goes to each, in the order of the plan."""
     modules = dict(module.named_modules(remove_duplicate=False))
     names = list(modules)
-    found = []
+    cuts = []
     for pattern, style in styles.items():
         # A module that is there under two names is meant once.
         matching = list({modules[name]: name for name in names if _matches(name, pattern)}.values())
@@ -82,8 +82,8 @@ def _matched(module: nn.Module, styles: Mapping[str, ParallelStyle], axis: Axis)
                 remedy,
                 rank=axis.world_rank,
             )
-        found += [(name, style) for name in matching]
-    return found
+        cuts += [(name, style) for name in matching]
+    return cuts
 
 
 def _is_left_out(modules: Mapping[str, nn.Module], pattern: str) -> bool:
@@ -106,7 +106,11 @@ def _some(names: list[str]) -> str:
 
 def _whose(styles: object) -> str:
     """Of styles that are torch's, which have the names of ours."""
-    given = list(styles.values()) if isinstance(styles, Mapping) else [styles]
-    kinds = [type(style) for style in given if not isinstance(style, ParallelStyle)]
-    theirs = next((kind for kind in kinds if kind.__module__.startswith("torch.")), None)
-    return "" if theirs is None else f" of disttrain's: {theirs.__name__} is torch's, of {theirs.__module__}"
+    candidates = list(styles.values()) if isinstance(styles, Mapping) else [styles]
+    kinds = [type(style) for style in candidates if not isinstance(style, ParallelStyle)]
+    torch_style = next((kind for kind in kinds if kind.__module__.startswith("torch.")), None)
+    return (
+        ""
+        if torch_style is None
+        else f" of disttrain's: {torch_style.__name__} is torch's, of {torch_style.__module__}"
+    )

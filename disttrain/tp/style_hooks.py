@@ -34,8 +34,8 @@ class StyleHooks:
         input_layouts: Placement, desired_input_layouts: Placement, mod: nn.Module, inputs: Any, device_mesh: DeviceMesh
     ) -> DTensor:
         """The first input, laid out as the layer wants it."""
-        given = inputs[0]
-        tensor = given if isinstance(given, DTensor) else DTensor.from_local(given, device_mesh, (input_layouts,))
+        first = inputs[0]
+        tensor = first if isinstance(first, DTensor) else DTensor.from_local(first, device_mesh, (input_layouts,))
         return tensor.redistribute(placements=(desired_input_layouts,))
 
     @staticmethod

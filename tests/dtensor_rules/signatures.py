@@ -24,7 +24,7 @@ def planned(call: AtenCall, mesh: disttrain.DeviceMesh, placements: Sequence[Pla
     facts = dispatch.facts(call.op)
     operands = call.operands
     args, kwargs = replaced(call.args, call.kwargs, [dispatch._meta(operand) for operand in operands])
-    outputs = global_outputs(call.op, facts, args, kwargs, may_know=True)
+    outputs = global_outputs(call.op, facts, args, kwargs, may_cache=True)
     if outputs is None:
         return None
     specs = tuple(

@@ -195,7 +195,7 @@ def test_a_list_of_one_tensor_is_a_list() -> None:
 
 def test_what_comes_of_shapes_is_asked_of_torch_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    found = global_outputs._found
+    found = global_outputs._outputs
 
     def counted(op: Any, *rest: Any) -> Any:
         asked.append(op.name())
@@ -206,7 +206,7 @@ def test_what_comes_of_shapes_is_asked_of_torch_once(monkeypatch: pytest.MonkeyP
         for placement in (Shard(0), Shard(1), Replicate()):
             distribute_tensor(numbers(7, 11), mesh, [placement], src_data_rank=None).erf()
 
-    monkeypatch.setattr(global_outputs, "_found", counted)
+    monkeypatch.setattr(global_outputs, "_outputs", counted)
     for _ in range(2):
         run_threads(1, body)
     assert asked == ["aten::erf"]

@@ -38,8 +38,8 @@ def bind(wrap: Wrap, call: OpCall, rule: Rule, propagation: Propagation) -> Run:
         for layout, output in zip(propagation.results, call.outputs, strict=True)
     ]
     moves = [
-        (place, spec, layout)
-        for place, (spec, layout) in enumerate(zip(call.operands, propagation.operands, strict=True))
+        (index, spec, layout)
+        for index, (spec, layout) in enumerate(zip(call.operands, propagation.operands, strict=True))
         if spec is not None and layout is not None and spec.layout is not layout
     ]
     if call.facts.changes_shape:
@@ -127,12 +127,12 @@ def _of_list(wrap: Wrap, compute: Compute, spec: Spec) -> Run:
 
 def _placed(wrap: Wrap, compute: Compute, call: OpCall, specs: Sequence[Spec]) -> Run:
     """For a call with operands here and there among its arguments, of which nothing moves."""
-    places = [place for place, argument in enumerate(call.arguments) if isinstance(argument, torch.Tensor)]
+    positions = [position for position, argument in enumerate(call.arguments) if isinstance(argument, torch.Tensor)]
 
     def local_results(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         parts = list(args)
-        for place in places:
-            parts[place] = args[place]._local_tensor
+        for position in positions:
+            parts[position] = args[position]._local_tensor
         return compute(*parts, **kwargs)
 
     if len(specs) == 1:
@@ -160,8 +160,8 @@ def _inplace(compute: Compute, num_operands: int) -> Run:
 
 def _fetch(call: OpCall, rule: Rule, propagation: Propagation) -> Fetch | None:
     """The fetch by which a view's operand gets to where it is viewed; None where that is its own part."""
-    if rule.fetch is not None and (own := rule.fetch(call, propagation)) is not None:
-        return own
+    if rule.fetch is not None and (fetch := rule.fetch(call, propagation)) is not None:
+        return fetch
     if not call.facts.is_view:
         return None
     spec, layout = call.operand, propagation.operands[0]
@@ -287,10 +287,10 @@ def _general(
         moving.run(parts)
         local_args, local_kwargs = replaced(args, kwargs, parts)
         results = compute(*local_args, **local_kwargs)
-        for place, spec, layout in writes:
-            part = local_part(tensors[place])
-            if layout is not spec.layout or parts[place] is not part:
-                part.copy_(redistribute_local(parts[place], spec.with_layout(layout), spec.layout))
+        for index, spec, layout in writes:
+            part = local_part(tensors[index])
+            if layout is not spec.layout or parts[index] is not part:
+                part.copy_(redistribute_local(parts[index], spec.with_layout(layout), spec.layout))
         if not specs:
             return None
         if is_list:
@@ -307,18 +307,18 @@ def _general(
 
 def _writes(call: OpCall, propagation: Propagation) -> list[tuple[int, Spec, Layout]]:
     """Operands that are written to: where each stands among the tensors, its spec, and how it lies afterwards."""
-    found = []
-    place = 0
+    writes = []
+    index = 0
     for position, argument in enumerate(call.arguments):
         num_tensors = len(tensors_of([argument]))
-        if position in call.facts.mutated and num_tensors == 1 and (spec := call.operands[place]) is not None:
-            layout = propagation.operands[place]
+        if position in call.facts.mutated and num_tensors == 1 and (spec := call.operands[index]) is not None:
+            layout = propagation.operands[index]
             if position in call.facts.returned:
                 layout = propagation.results[call.facts.returned.index(position)]
             assert layout is not None
-            found.append((place, spec, layout))
-        place += num_tensors
-    return found
+            writes.append((index, spec, layout))
+        index += num_tensors
+    return writes
 
 
 def tensors_of(values: Sequence[Any]) -> list[torch.Tensor]:

@@ -230,7 +230,7 @@ def _plan_by_rule(
             shown_args, shown_kwargs = replaced(
                 args, kwargs, [_meta(tensor) for tensor in tensors_of([*args, *kwargs.values()])]
             )
-            outputs = global_outputs(op, op_facts, shown_args, shown_kwargs, may_know=not has_symbols)
+            outputs = global_outputs(op, op_facts, shown_args, shown_kwargs, may_cache=not has_symbols)
         if outputs is None:
             return None
         if has_symbols:

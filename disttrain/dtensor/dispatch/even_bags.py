@@ -27,10 +27,10 @@ def specs_of_even_bags(
     """
     if facts.name not in _BAGS or [is_plain(tensor) for tensor in tensors[:3]] != [False, False, True]:
         return None
-    given = dict(zip(facts.arguments, args, strict=False)) | kwargs
-    if any(is_plain(tensor) for tensor in tensors[3:]) or given.get("include_last_offset") or is_traced():
+    by_name = dict(zip(facts.arguments, args, strict=False)) | kwargs
+    if any(is_plain(tensor) for tensor in tensors[3:]) or by_name.get("include_last_offset") or is_traced():
         return None
-    if not _are_even(given["offsets"], given["indices"].numel()):
+    if not _are_even(by_name["offsets"], by_name["indices"].numel()):
         return None
     return tuple(getattr(tensor, "_spec", None) for tensor in tensors)
 

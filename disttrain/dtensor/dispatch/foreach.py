@@ -206,9 +206,9 @@ def _can_go_one_by_one(facts: OpFacts) -> bool:
 def _one_by_one(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """The operator for one tensor, on each: it knows what may be done to a partial one."""
     op = getattr(torch.ops.aten, _name_for_one(facts))
-    for place in range(len(args[0])):
-        op(*[value[place] if isinstance(value, list | tuple) else value for value in args], **kwargs)
-        count_writes(args[0][place : place + 1])
+    for index in range(len(args[0])):
+        op(*[value[index] if isinstance(value, list | tuple) else value for value in args], **kwargs)
+        count_writes(args[0][index : index + 1])
 
 
 def _by_copies(op: OpOverload, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from disttrain.dtensor._torch import OpFacts, OpOverload
 
-_MAX_KNOWN = 4096
+_MAX_CACHED = 4096
 
 _BY_VALUE = frozenset(
     {int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -27,7 +27,7 @@ class _Unkeyed(Exception):
     """An argument that no key can be made of."""
 
 
-class _Asked:
+class _MetaCall:
     """A call on the meta device; equal to others to which every kernel of torch's answers alike."""
 
     __slots__ = ("args", "hash", "key", "kwargs", "op")
@@ -41,17 +41,17 @@ class _Asked:
         return self.hash
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Asked) and self.key == other.key
+        return isinstance(other, _MetaCall) and self.key == other.key
 
 
 def global_outputs(
-    op: OpOverload, op_facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any], *, may_know: bool
+    op: OpOverload, op_facts: OpFacts, args: Sequence[Any], kwargs: Mapping[str, Any], *, may_cache: bool
 ) -> Outputs:
     """The results of `op` for `args` and `kwargs`, whose tensors are on the meta device; None where it returns other
     things than tensors. Not to be written to.
 
-    A gradient that was not asked for, or a number among tensors, has an empty tensor in its place. `may_know`: no size
-    is a compiler's symbol, so that what was said for equal ones may be said again.
+    A gradient that was not asked for, or a number among tensors, has an empty tensor in its place. `may_cache`: no size
+    is a compiler's symbol, so that calls with equal ones have equal results.
     """
     meta_kwargs = dict(kwargs)
     if meta_kwargs.get("device") is not None:
@@ -60,20 +60,20 @@ def global_outputs(
     if "generator" in meta_kwargs:
         meta_kwargs["generator"] = None
     # An operator of the user's may answer as it likes, and one that reshapes its argument leaves its mark on that.
-    if may_know and op.namespace == "aten" and not op_facts.changes_shape:
+    if may_cache and op.namespace == "aten" and not op_facts.changes_shape:
         try:
-            return _known(_Asked(op, args, meta_kwargs))
+            return _cached_outputs(_MetaCall(op, args, meta_kwargs))
         except _Unkeyed:
             pass
-    return _found(op, args, meta_kwargs)
+    return _outputs(op, args, meta_kwargs)
 
 
-@lru_cache(_MAX_KNOWN)
-def _known(asked: _Asked) -> Outputs:
-    return _found(asked.op, asked.args, asked.kwargs)
+@lru_cache(_MAX_CACHED)
+def _cached_outputs(call: _MetaCall) -> Outputs:
+    return _outputs(call.op, call.args, call.kwargs)
 
 
-def _found(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outputs:
+def _outputs(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outputs:
     try:
         results = op(*args, **kwargs)
     except NotImplementedError:

@@ -62,15 +62,15 @@ def specs_of(
         )
     outs = {id(tensor) for tensor in written} if -1 in facts.mutated else set()
     if any(
-        spec is None and id(tensor) not in outs and _needs_layout(facts, tensor, place)
-        for place, (spec, tensor) in enumerate(zip(specs, tensors, strict=True))
+        spec is None and id(tensor) not in outs and _needs_layout(facts, tensor, index)
+        for index, (spec, tensor) in enumerate(zip(specs, tensors, strict=True))
     ):
         return None
     return tuple(specs)
 
 
-def _needs_layout(facts: OpFacts, tensor: torch.Tensor, place: int) -> bool:
-    return tensor.ndim > 0 or (place == 0 and not facts.is_pointwise)
+def _needs_layout(facts: OpFacts, tensor: torch.Tensor, index: int) -> bool:
+    return tensor.ndim > 0 or (index == 0 and not facts.is_pointwise)
 
 
 def has_small_ones_only(tensors: Sequence[torch.Tensor]) -> bool:
@@ -107,7 +107,7 @@ def as_replicated(
     layout = Layout(mesh, (Replicate(),) * mesh.ndim)
     return [
         wrap(tensor, Spec(layout, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype))
-        if is_plain(tensor) and _needs_layout(facts, tensor, place) and all(tensor is not one for one in written)
+        if is_plain(tensor) and _needs_layout(facts, tensor, index) and all(tensor is not item for item in written)
         else tensor
-        for place, tensor in enumerate(tensors)
+        for index, tensor in enumerate(tensors)
     ]

@@ -26,7 +26,7 @@ def propagate(call: OpCall, rule: Rule) -> Propagation:
     # Even along an axis of one rank, where nothing moves, a change is not free: it would cut a view off.
     num_bytes = [0 if spec is None else max(1, math.prod(spec.shape)) * spec.dtype.itemsize for spec in call.operands]
     # What the axes so far leave of each operand.
-    left = [None if spec is None else list(spec.shape) for spec in call.operands]
+    remaining = [None if spec is None else list(spec.shape) for spec in call.operands]
     chosen: list[Signature] = []
     for axis, axis_size in enumerate(mesh.shape):
         present = [None if spec is None else spec.placements[axis] for spec in call.operands]
@@ -35,17 +35,17 @@ def propagate(call: OpCall, rule: Rule) -> Propagation:
             for signature in (*signatures, *(_blockwise(call, signatures, chosen) if rule.takes_blocks else ()))
             if signature.holds_along(axis, axis_size) and not (may_mix and _mixes(call, signature, axis))
         ]
-        best = _cheapest(possible, None if rule.shards_unevenly else left, axis_size)
+        best = _cheapest(possible, None if rule.shards_unevenly else remaining, axis_size)
         chosen.append(best)
-        for sizes, placement in zip(left, best.operands, strict=True):
+        for sizes, placement in zip(remaining, best.operands, strict=True):
             if sizes is not None and placement.cut_dim is not None:
                 sizes[placement.cut_dim] = piece_size(sizes[placement.cut_dim], axis_size)
     operands = tuple(
-        None if spec is None else Layout(mesh, [signature.operands[place] for signature in chosen])
-        for place, spec in enumerate(call.operands)
+        None if spec is None else Layout(mesh, [signature.operands[index] for signature in chosen])
+        for index, spec in enumerate(call.operands)
     )
     results = tuple(
-        Layout(mesh, [signature.results[place] for signature in chosen]) for place in range(len(call.outputs))
+        Layout(mesh, [signature.results[index] for signature in chosen]) for index in range(len(call.outputs))
     )
     return Propagation(operands, results)
 
@@ -56,14 +56,14 @@ def _blockwise(call: OpCall, signatures: Sequence[Signature], chosen: Sequence[S
 
     Blocks are counted in what earlier axes leave of the dim, so these must cut it as they do now."""
     axis = len(chosen)
-    for place, spec in enumerate(call.operands):
+    for index, spec in enumerate(call.operands):
         present = None if spec is None else spec.placements[axis]
         if isinstance(present, StridedShard) and spec is not None:
-            earlier = zip(spec.placements, [signature.operands[place] for signature in chosen], strict=False)
+            earlier = zip(spec.placements, [signature.operands[index] for signature in chosen], strict=False)
             if any(old != new and present.dim in (old.cut_dim, new.cut_dim) for old, new in earlier):
                 continue
             for signature in signatures:
-                if signature.operands[place] == Shard(present.dim):
+                if signature.operands[index] == Shard(present.dim):
                     yield replace(
                         signature,
                         operands=tuple(_in_blocks(placement, present) for placement in signature.operands),
@@ -75,10 +75,10 @@ def _in_blocks(placement: Placement, present: StridedShard) -> Placement:
     return replace(present, dim=placement.dim) if isinstance(placement, Shard) else placement
 
 
-def _is_even(signature: Signature, left: Sequence[list[int] | None], axis_size: int) -> bool:
+def _is_even(signature: Signature, remaining: Sequence[list[int] | None], axis_size: int) -> bool:
     return not any(
         sizes[placement.cut_dim] % (axis_size * num_blocks(placement))
-        for sizes, placement in zip(left, signature.operands, strict=True)
+        for sizes, placement in zip(remaining, signature.operands, strict=True)
         if sizes is not None and placement.cut_dim is not None
     )
 
@@ -98,20 +98,21 @@ def _mixes(call: OpCall, signature: Signature, axis: int) -> bool:
 
 
 def _cheapest(
-    possible: Sequence[tuple[int, Signature]], left: Sequence[list[int] | None] | None, axis_size: int
+    possible: Sequence[tuple[int, Signature]], remaining: Sequence[list[int] | None] | None, axis_size: int
 ) -> Signature:
-    """The first of those that cost least; given what is `left` of the operands, of those that cut it evenly.
+    """The first of those that cost least; given the sizes that are `remaining` of the operands, of
+    those that cut these evenly.
 
     Where costs are symbols, the choice is made for the sizes at hand, and each comparison becomes a condition on which
     a compiled graph stands: so ranks choose alike, whichever sizes they have compiled for. The fewer, the better.
     """
-    ranking = sorted(range(len(possible)), key=lambda place: hint_of(possible[place][0]))
-    for rank, place in enumerate(ranking):
-        cost, signature = possible[place]
-        if left is None or _is_even(signature, left, axis_size):
+    ranking = sorted(range(len(possible)), key=lambda index: hint_of(possible[index][0]))
+    for rank, index in enumerate(ranking):
+        cost, signature = possible[index]
+        if remaining is None or _is_even(signature, remaining, axis_size):
             for other in ranking[rank + 1 :] if hint_of(cost) else ():
                 other_cost = possible[other][0]
-                if not (cost < other_cost if other < place else cost <= other_cost):
+                if not (cost < other_cost if other < index else cost <= other_cost):
                     raise AssertionError("costs are not what they were")
             return signature
     raise AssertionError("whole operands always will do")

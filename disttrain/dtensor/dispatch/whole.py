@@ -29,15 +29,15 @@ def values_of(tensors: Sequence[Any]) -> list[torch.Tensor]:
     that lie alike."""
     values = list(tensors)
     alike: dict[tuple[Layout, torch.dtype], list[int]] = {}
-    for place, tensor in enumerate(tensors):
+    for index, tensor in enumerate(tensors):
         spec: Spec | None = getattr(tensor, "_spec", None)
         if spec is not None:
-            alike.setdefault((spec.layout, spec.dtype), []).append(place)
-    for (layout, dtype), places in alike.items():
-        stacked = torch.stack([tensors[place]._local_tensor for place in places])
-        whole = redistribute_local(stacked, Spec.of(layout, (len(places),), dtype), layout.replicated())
-        for place, value in zip(places, whole.unbind(0), strict=True):
-            values[place] = value
+            alike.setdefault((spec.layout, spec.dtype), []).append(index)
+    for (layout, dtype), indices in alike.items():
+        stacked = torch.stack([tensors[index]._local_tensor for index in indices])
+        whole = redistribute_local(stacked, Spec.of(layout, (len(indices),), dtype), layout.replicated())
+        for index, value in zip(indices, whole.unbind(0), strict=True):
+            values[index] = value
     return values
 
 
@@ -62,10 +62,10 @@ def run_whole(wrap: Wrap, op: OpOverload, call: OpCall, tensors: Sequence[Any]) 
     overwrites = call.facts.is_random and (call.facts.is_inplace or call.facts.name.endswith("_like"))
     # An operand that is given twice is one tensor, also as a whole.
     wholes: dict[int, torch.Tensor] = {}
-    for place, (tensor, spec) in enumerate(zip(tensors, call.operands, strict=True)):
+    for index, (tensor, spec) in enumerate(zip(tensors, call.operands, strict=True)):
         if spec is not None and id(tensor) not in wholes:
             wholes[id(tensor)] = _whole(
-                tensor, spec, skips_values=overwrites and place == 0, is_written=id(tensor) in written
+                tensor, spec, skips_values=overwrites and index == 0, is_written=id(tensor) in written
             )
     args, kwargs = replaced(call.arguments, call.keywords, [wholes.get(id(tensor), tensor) for tensor in tensors])
     result = op(*args, **kwargs)

@@ -90,34 +90,34 @@ class _Parts:
         )
 
 
-def _same(found: Iterable[object], known: Sequence[object]) -> bool:
-    """True where both have the same objects; `found` is no longer than `known`."""
-    return all(map(is_, found, known))
+def _same(objects: Iterable[object], expected: Sequence[object]) -> bool:
+    """True where both have the same objects; `objects` is no longer than `expected`."""
+    return all(map(is_, objects, expected))
 
 
 class _StandIn:
     """The parts of one optimizer's parameters; it lives as long as the optimizer does."""
 
     def __init__(self) -> None:
-        self.known: dict[int, _Parts] = {}
+        self.parts_of_groups: dict[int, _Parts] = {}
         self._all_params: list[Any] = []
         self._all_states: list[dict[str, Any]] = []
 
     def look_at(self, state: dict[torch.Tensor, dict[str, Any]]) -> None:
-        """Forget what is known when the optimizer's state is that of others, or other state."""
+        """Forget the parts when the optimizer's state is that of others, or other state."""
         is_same = len(state) == len(self._all_params) and _same(state, self._all_params)
         if not (is_same and _same(state.values(), self._all_states)):
-            self.known.clear()
+            self.parts_of_groups.clear()
             self._all_params, self._all_states = [*state], [*state.values()]
 
     def local_group(
-        self, optimizer: optim.Optimizer, place: int, state: dict[torch.Tensor, dict[str, Any]]
+        self, optimizer: optim.Optimizer, index: int, state: dict[torch.Tensor, dict[str, Any]]
     ) -> dict[str, Any] | None:
         """A group with the parts of its parameters that have a gradient; their state is put into `state`.
 
         None where a step on them would not be a step on the whole.
         """
-        group = optimizer.param_groups[place]
+        group = optimizer.param_groups[index]
         params: list[Any] = group["params"]
         plain: list[torch.Tensor] = []
         if {*map(type, params)} != {DTensor}:
@@ -131,26 +131,26 @@ class _StandIn:
         needs_no_state = type(optimizer) is optim.SGD and not group["momentum"]
         if not (needs_no_state or all(param in state for param in plain)):
             return None
-        known = self.known.get(place)
-        if known is None or len(known.params) != len(params) or not known.are_of(params):
+        parts = self.parts_of_groups.get(index)
+        if parts is None or len(parts.params) != len(params) or not parts.are_of(params):
             states = [optimizer.state.get(param, _NO_STATE) for param in params]
             if not (needs_no_state or all(states)):
                 return None
-            known = _Parts(params, states)
-            if not known.can_step():
+            parts = _Parts(params, states)
+            if not parts.can_step():
                 return None
-            self.known[place] = known
-        if not {*map(type, grads)} <= {DTensor} or not _same(map(spec_of, grads), known.specs):
+            self.parts_of_groups[index] = parts
+        if not {*map(type, grads)} <= {DTensor} or not _same(map(spec_of, grads), parts.specs):
             return None
-        for part, grad in zip(known.parts, map(local_part, grads), strict=True):
+        for part, grad in zip(parts.parts, map(local_part, grads), strict=True):
             part.grad = grad
-        state.update(known.local_state)
-        return {**group, "params": [*known.parts, *plain]}
+        state.update(parts.local_state)
+        return {**group, "params": [*parts.parts, *plain]}
 
     def let_go(self) -> None:
         """Forget the gradients, which the caller frees when he is done with them."""
-        for known in self.known.values():
-            for part in known.parts:
+        for parts in self.parts_of_groups.values():
+            for part in parts.parts:
                 part.grad = None
 
 
@@ -170,8 +170,8 @@ def _send_stand_in(
     local_groups = []
     stand_in.look_at(optimizer.state)
     with without_overrides():
-        for place, group in enumerate(groups):
-            local_group = None if group.get("differentiable") else stand_in.local_group(optimizer, place, state)
+        for index, group in enumerate(groups):
+            local_group = None if group.get("differentiable") else stand_in.local_group(optimizer, index, state)
             if local_group is None:
                 stand_in.let_go()
                 return None
@@ -184,8 +184,8 @@ def _send_stand_in(
 def _let_go_of_gradients(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     stand_in: _StandIn | None = optimizer.__dict__.get("_stand_in")
     if stand_in is not None:
-        for known in stand_in.known.values():
+        for parts in stand_in.parts_of_groups.values():
             # Of what is written to parts nobody knows who has kept the wholes: graphs, and view copies.
-            count_writes(known.params)
-            count_writes(known.wrapped)
+            count_writes(parts.params)
+            count_writes(parts.wrapped)
         stand_in.let_go()

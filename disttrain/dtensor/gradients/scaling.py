@@ -27,18 +27,18 @@ UNSCALE: Final = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.defau
 def unscale(wrap: Wrap, op: OpOverload, grads: Sequence[Any], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
     """Multiply `grads`, on any meshes or on none, by `inv_scale`, and set `found_inf` to 1.0 on all ranks of all
     meshes if anything is infinite or nan on any. Collective over the meshes, in the order of their sizes."""
-    found, scale = values_of([found_inf, inv_scale])
-    found = found.clone()
+    flag, scale = values_of([found_inf, inv_scale])
+    flag = flag.clone()
     # Terms that are finite may have a sum that is not: it is the sum that counts.
     whole = [_reduced(wrap, grad) if _is_partial(grad) else grad for grad in grads]
-    op([getattr(grad, "_local_tensor", grad) for grad in whole], found, scale)
+    op([getattr(grad, "_local_tensor", grad) for grad in whole], flag, scale)
     for grad, unscaled in zip(grads, whole, strict=True):
         if grad is not unscaled:
             torch.ops.aten.copy_(grad, unscaled)
     count_writes(grads)
     for mesh in _meshes(grads):
-        found = largest(found.reshape(1), mesh, range(mesh.ndim)).reshape(found.shape)
-    _write(wrap, found, found_inf)
+        flag = largest(flag.reshape(1), mesh, range(mesh.ndim)).reshape(flag.shape)
+    _write(wrap, flag, found_inf)
 
 
 def _write(wrap: Wrap, value: torch.Tensor, scalar: Any) -> None:

@@ -31,7 +31,7 @@ def settle_together(parameters: Iterable[Any]) -> None:
     for _, grad, layout in moved:
         before_redistribution(grad, layout)
     parts = [grad._local_tensor for _, grad, _ in moved]
-    Moves([(place, grad._spec, layout) for place, (_, grad, layout) in enumerate(moved)]).run(parts)
+    Moves([(index, grad._spec, layout) for index, (_, grad, layout) in enumerate(moved)]).run(parts)
     for (parameter, grad, layout), part in zip(moved, parts, strict=True):
         parameter.grad = type(grad)(part, grad._spec.with_layout(layout))
 
@@ -60,9 +60,11 @@ class AsParameter:
             return super().__deepcopy__(memo)  # type: ignore[misc]
         if id(self) not in memo:
             twin = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
-            own = vars(twin)
-            others = {name: value for name, value in vars(self).items() if name not in own and name != "_settles"}
-            own.update(copy.deepcopy(others, memo))
+            attributes = vars(twin)
+            others = {
+                name: value for name, value in vars(self).items() if name not in attributes and name != "_settles"
+            }
+            attributes.update(copy.deepcopy(others, memo))
         return memo[id(self)]
 
 
@@ -81,11 +83,11 @@ def settle_gradient(leaf: Any) -> None:
 
 def _wanted(parameter: Any, grad: Any) -> Layout | None:
     """The layout that a gradient should get; None where it has it."""
-    own: Spec = parameter._spec
+    spec_of_parameter: Spec = parameter._spec
     spec: Spec | None = getattr(grad, "_spec", None)
-    if spec is None or spec is own:
+    if spec is None or spec is spec_of_parameter:
         return None
-    wanted = own.layout.with_placements(gradient_placements(parameter.placements))
+    wanted = spec_of_parameter.layout.with_placements(gradient_placements(parameter.placements))
     return None if spec.layout is wanted else wanted
 
 

@@ -43,15 +43,15 @@ def _may_differentiate() -> bool:
     return torch.is_grad_enabled() and not is_transformed() and not is_traced()
 
 
-def _flat_in(place: int) -> Callable[..., Any]:
-    """For operators whose derivative by the argument at `place` is zero wherever there is one."""
+def _flat_in(index: int) -> Callable[..., Any]:
+    """For operators whose derivative by the argument at `index` is zero wherever there is one."""
 
     def run(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
-        other = args[place]
+        other = args[index]
         if is_plain(other) or other.is_complex() or not (other.requires_grad and _may_differentiate()):
             return _as_ever(op, other, args, kwargs)
-        # By its place: the same tensor may stand at another one as well.
-        result, *_ = above_autograd(op, *args[:place], other.detach(), *args[place + 1 :], **kwargs)
+        # By its index: the same tensor may stand at another one as well.
+        result, *_ = above_autograd(op, *args[:index], other.detach(), *args[index + 1 :], **kwargs)
         return _FlatIn.apply(result, other)  # type: ignore[no-untyped-call]
 
     return run
@@ -111,8 +111,8 @@ class _PreluBackward(torch.autograd.Function):
         )
 
 
-def _product(one: torch.Tensor | None, other: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-    return zero if one is None else one * other
+def _product(factor: torch.Tensor | None, other: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    return zero if factor is None else factor * other
 
 
 def _prelu_backward(op: OpOverload, grad: torch.Tensor, tensor: torch.Tensor, weight: torch.Tensor) -> Any:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from disttrain.dtensor.redistribute.transfers import broadcast, exchange
+from disttrain.dtensor.spec.index_range import IndexRange
 from disttrain.dtensor.spec.layout import Spec
 from disttrain.dtensor.spec.placement import Shard
-from disttrain.dtensor.spec.places import Places
 from disttrain.dtensor.spec.shard_sizes import piece
 from disttrain.mesh import DeviceMesh
 
@@ -29,7 +29,7 @@ def sole_axis(spec: Spec, dim: int) -> int | None:
 class _Run:
     """Elements that go from one rank to another: places in the source's part, and where they begin in the target's."""
 
-    source: Places
+    source: IndexRange
     target: int
 
 
@@ -39,18 +39,18 @@ class Exchange:
     What a rank gets lies in one tensor, its piece of the first slice in front; `sizes` are the pieces' sizes.
     """
 
-    def __init__(self, mesh: DeviceMesh, axis: int, dim: int, size: int, slices: Sequence[Places]) -> None:
+    def __init__(self, mesh: DeviceMesh, axis: int, dim: int, size: int, slices: Sequence[IndexRange]) -> None:
         self.mesh, self.axis, self.dim = mesh, axis, dim
         num_pieces, position = mesh.shape[axis], mesh.get_local_rank(axis)
         self._outgoing = [_runs(size, slices, num_pieces, position, peer) for peer in range(num_pieces)]
         self._incoming = [_runs(size, slices, num_pieces, peer, position) for peer in range(num_pieces)]
-        self.sizes = [piece(one.length, num_pieces, position)[0] for one in slices]
+        self.sizes = [piece(slice_.length, num_pieces, position)[0] for slice_ in slices]
         self.own = [run.source for run in _runs(size, slices, num_pieces, position, position, keeps_empty=True)]
         """The places, in this rank's part, of its elements of each slice, where it keeps what it has."""
         self.is_local = all(
-            run.source.length == piece(one.length, num_pieces, rank)[0]
+            run.source.length == piece(slice_.length, num_pieces, rank)[0]
             for rank in range(num_pieces)
-            for run, one in zip(_runs(size, slices, num_pieces, rank, rank, keeps_empty=True), slices, strict=True)
+            for run, slice_ in zip(_runs(size, slices, num_pieces, rank, rank, keeps_empty=True), slices, strict=True)
         )
         """True when every rank has its pieces already."""
 
@@ -113,20 +113,20 @@ class Broadcast:
 
 
 def _runs(
-    size: int, slices: Sequence[Places], num_pieces: int, source: int, target: int, *, keeps_empty: bool = False
+    size: int, slices: Sequence[IndexRange], num_pieces: int, source: int, target: int, *, keeps_empty: bool = False
 ) -> list[_Run]:
     """The elements that `source` holds of the pieces of `slices` that `target` gets."""
-    held, begin = piece(size, num_pieces, source)
+    held_length, begin = piece(size, num_pieces, source)
     runs = []
-    place = 0
-    for one in slices:
-        length, offset = piece(one.length, num_pieces, target)
-        wanted = one.between(offset, offset + length)
+    target_begin = 0
+    for slice_ in slices:
+        length, offset = piece(slice_.length, num_pieces, target)
+        wanted = slice_.between(offset, offset + length)
         first = wanted.num_below(begin)
-        last = wanted.num_below(begin + held)
+        last = wanted.num_below(begin + held_length)
         if last > first or keeps_empty:
-            runs.append(_Run(wanted.between(first, last).less(begin), place + first))
-        place += length
+            runs.append(_Run(wanted.between(first, last).less(begin), target_begin + first))
+        target_begin += length
     return runs
 
 
@@ -134,7 +134,7 @@ def _num_elements(runs: Sequence[_Run]) -> int:
     return sum(run.source.length for run in runs)
 
 
-def elements(part: torch.Tensor, dim: int, places: Places) -> torch.Tensor:
+def elements(part: torch.Tensor, dim: int, places: IndexRange) -> torch.Tensor:
     """A view of the elements at `places` of `dim`."""
     if places.length == 0:
         return part.narrow(dim, 0, 0)

@@ -112,12 +112,12 @@ def _all_gather(local: torch.Tensor, dim: int, size: int, mesh: DeviceMesh, axes
 def _all_to_all(local: torch.Tensor, source_dim: int, dim: int, size: int, mesh: DeviceMesh, axis: int) -> torch.Tensor:
     """Pieces of `source_dim`, whose whole has `size` elements, to pieces of `dim`."""
     num_pieces, position = mesh.shape[axis], mesh.get_local_rank(axis)
-    mine = [piece(local.shape[dim], num_pieces, peer) for peer in range(num_pieces)]
-    theirs = [piece(size, num_pieces, peer)[0] for peer in range(num_pieces)]
-    sent = [local.narrow(dim, offset, length).contiguous() for length, offset in mine]
+    outgoing = [piece(local.shape[dim], num_pieces, peer) for peer in range(num_pieces)]
+    incoming_lengths = [piece(size, num_pieces, peer)[0] for peer in range(num_pieces)]
+    sent = [local.narrow(dim, offset, length).contiguous() for length, offset in outgoing]
     shape = list(sent[position].shape)
     shapes = []
-    for length in theirs:
+    for length in incoming_lengths:
         shape[source_dim] = length
         shapes.append(tuple(shape))
     return torch.cat(exchange(sent, shapes, mesh.get_group(axis)), source_dim)

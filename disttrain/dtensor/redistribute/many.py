@@ -40,8 +40,8 @@ class Moves:
             if len(group) > 1:
                 _reduce_together(parts, group)
             else:
-                ((place, spec, layout),) = group
-                parts[place] = redistribute_local(parts[place], spec, layout)
+                ((index, spec, layout),) = group
+                parts[index] = redistribute_local(parts[index], spec, layout)
 
 
 def goes_together(spec: Spec, layout: Layout) -> bool:
@@ -59,7 +59,7 @@ def _reduction_of(move: Move) -> tuple[Layout, Layout, torch.dtype] | None:
     if not steps or not all(isinstance(step, AllReduce) for step in steps):
         return None
     axes = {axis for step in steps for axis in step.axes}
-    placements = [place if axis in axes else Replicate() for axis, place in enumerate(spec.placements)]
+    placements = [placement if axis in axes else Replicate() for axis, placement in enumerate(spec.placements)]
     source = spec.layout.with_placements(placements)
     return source, source.replicated(), spec.dtype
 
@@ -69,8 +69,10 @@ def _reduce_together(parts: list[torch.Tensor], group: Sequence[Move]) -> None:
     reduction = _reduction_of(group[0])
     assert reduction is not None
     source, target, dtype = reduction
-    own = [parts[place] for place, _, _ in group]
-    row = torch.cat([part.reshape(-1) for part in own])
+    group_parts = [parts[index] for index, _, _ in group]
+    row = torch.cat([part.reshape(-1) for part in group_parts])
     reduced = redistribute_local(row, Spec.of(source, (row.numel(),), dtype), target)
-    for (place, _, _), part, moved in zip(group, own, reduced.split([part.numel() for part in own]), strict=True):
-        parts[place] = moved.view(part.shape)
+    for (index, _, _), part, moved in zip(
+        group, group_parts, reduced.split([part.numel() for part in group_parts]), strict=True
+    ):
+        parts[index] = moved.view(part.shape)

@@ -136,34 +136,34 @@ def _must_reduce(axis: int, source: Placements, target: Placements) -> bool:
     )
 
 
-def _commute(one: Placement, other: Placement) -> bool:
+def _commute(first: Placement, second: Placement) -> bool:
     """True when it makes no difference along which of two partial axes is reduced first."""
-    return one == other or (one.is_partial() and other.is_partial() and {one, other} <= _LINEAR)
+    return first == second or (first.is_partial() and second.is_partial() and {first, second} <= _LINEAR)
 
 
 def merged(
-    steps: Sequence[Step], source: Placements, shape: Sequence[int], mesh_shape: Sequence[int]
+    separate: Sequence[Step], source: Placements, shape: Sequence[int], mesh_shape: Sequence[int]
 ) -> tuple[Step, ...]:
     """The steps of a plan, with one in place of several that follow each other and do the same along other axes.
 
     Reductions of one kind make one over all their ranks. So do gathers of one dim, which has `shape[dim]` elements,
     where all its pieces are of one size: those of several axes are then pieces of one cut.
     """
-    found: list[Step] = []
-    for step in steps:
-        last = found[-1] if found else None
+    steps: list[Step] = []
+    for step in separate:
+        last = steps[-1] if steps else None
         if isinstance(step, AllReduce) and isinstance(last, AllReduce) and step.partial == last.partial:
-            found[-1] = AllReduce((*last.axes, *step.axes), step.partial)
+            steps[-1] = AllReduce((*last.axes, *step.axes), step.partial)
         elif (
             isinstance(step, AllGather)
             and isinstance(last, AllGather)
             and (step.dim, step.num_blocks, last.num_blocks) == (last.dim, 1, 1)
             and _is_even(step.dim, source, shape, mesh_shape)
         ):
-            found[-1] = AllGather((*step.axes, *last.axes), step.dim)
+            steps[-1] = AllGather((*step.axes, *last.axes), step.dim)
         else:
-            found.append(step)
-    return tuple(found)
+            steps.append(step)
+    return tuple(steps)
 
 
 def _is_even(dim: int, placements: Placements, shape: Sequence[int], mesh_shape: Sequence[int]) -> bool:
@@ -187,7 +187,7 @@ def _exchange(axis: int, source: Placements, target: Placements) -> AllToAll | N
     others = [
         placement.cut_dim
         for placements in (source, target)
-        for place, placement in enumerate(placements)
-        if place != axis
+        for index, placement in enumerate(placements)
+        if index != axis
     ]
     return None if old.dim in others or new.dim in others else AllToAll((axis,), old.dim, new.dim)

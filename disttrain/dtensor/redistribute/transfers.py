@@ -69,8 +69,8 @@ def exchange(sent: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], grou
     if _is_recorded(sent[0]):
         received_sizes = [math.prod(shape) for shape in shapes]
         flat = torch.cat([piece.reshape(-1) for piece in sent])
-        came = functional.all_to_all_single(flat, received_sizes, [piece.numel() for piece in sent], group)
-        return [piece.view(list(shape)) for piece, shape in zip(came.split(received_sizes), shapes, strict=True)]
+        arrived = functional.all_to_all_single(flat, received_sizes, [piece.numel() for piece in sent], group)
+        return [piece.view(list(shape)) for piece, shape in zip(arrived.split(received_sizes), shapes, strict=True)]
     received = [sent[0].new_empty(list(shape)) for shape in shapes]
     if sent[0].is_meta:
         return received

@@ -61,7 +61,7 @@ def signatures_of(describe: Callable[[OpCall], AxisMap | None]) -> Callable[[OpC
 
 
 def _cut(axis_map: AxisMap, names: Sequence[str], letter: str) -> Signature:
-    results = [_cut_result(axis_map, place, letters, letter) for place, letters in enumerate(axis_map.results)]
+    results = [_cut_result(axis_map, index, letters, letter) for index, letters in enumerate(axis_map.results)]
 
     def operand(name: str) -> Placement:
         letters = axis_map.operands.get(name, "")
@@ -72,10 +72,10 @@ def _cut(axis_map: AxisMap, names: Sequence[str], letter: str) -> Signature:
     return Signature.of([operand(name) for name in names], *results)
 
 
-def _cut_result(axis_map: AxisMap, place: int, letters: str, letter: str) -> Placement:
+def _cut_result(axis_map: AxisMap, index: int, letters: str, letter: str) -> Placement:
     if letter in letters:
         return Shard(letters.index(letter))
-    sources = axis_map.operands if axis_map.sources is None else axis_map.sources[place]
+    sources = axis_map.operands if axis_map.sources is None else axis_map.sources[index]
     return _SUM if any(letter in axis_map.operands.get(name, "") for name in sources) else Replicate()
 
 
@@ -93,7 +93,9 @@ def _linear(axis_map: AxisMap, names: Sequence[str], call: OpCall) -> Iterable[S
 def operand_names(call: OpCall) -> list[str]:
     """The argument's name of each tensor operand; for operators without lists of tensors."""
     positional = [
-        call.facts.arguments[place] for place, value in enumerate(call.arguments) if isinstance(value, torch.Tensor)
+        call.facts.arguments[position]
+        for position, value in enumerate(call.arguments)
+        if isinstance(value, torch.Tensor)
     ]
     return positional + [name for name, value in call.keywords.items() if isinstance(value, torch.Tensor)]
 
@@ -147,7 +149,7 @@ def guarded(call: OpCall, propagation: Propagation, compute: Compute) -> Compute
     for spec, layout in zip(call.operands, propagation.operands, strict=True):
         if spec is not None and layout is not None:
             local_shape = spec.with_layout(layout).local_shape
-            if any(own == 0 and size > 0 for own, size in zip(local_shape, spec.shape, strict=True)):
+            if any(local_size == 0 and size > 0 for local_size, size in zip(local_shape, spec.shape, strict=True)):
                 return zeros(call, propagation)
     return compute
 
@@ -158,9 +160,9 @@ def zeros(call: OpCall, propagation: Propagation) -> Compute:
     is_wanted = call.argument("output_mask", (True,) * len(specs))
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        like = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
         parts = [
-            given.new_zeros(spec.local_shape, dtype=spec.dtype) if wanted else None
+            like.new_zeros(spec.local_shape, dtype=spec.dtype) if wanted else None
             for spec, wanted in zip(specs, is_wanted, strict=True)
         ]
         return parts[0] if len(parts) == 1 else tuple(parts)
@@ -176,7 +178,7 @@ def with_arguments(call: OpCall, changed: Mapping[str, Any]) -> Compute:
     keywords = {name: value for name, value in changed.items() if name in call.keywords}
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        replaced = [positions.get(place, value) for place, value in enumerate(args)]
+        replaced = [positions.get(position, value) for position, value in enumerate(args)]
         return call.op(*replaced, **{**kwargs, **keywords})
 
     return run

@@ -75,7 +75,9 @@ class _Batch:
     def of(cls, call: OpCall, propagation: Propagation) -> _Batch:
         spec = local_spec(call, propagation, "input")
         assert spec is not None
-        return cls(spec, tuple(axis for axis, place in enumerate(spec.placements) if place.cut_dim not in (None, 1)))
+        return cls(
+            spec, tuple(axis for axis, placement in enumerate(spec.placements) if placement.cut_dim not in (None, 1))
+        )
 
     @property
     def dims(self) -> list[int]:
@@ -105,8 +107,8 @@ def _outputs(call: OpCall) -> tuple[torch.Tensor, ...]:
     output, mean, invstd, *others = call.outputs
     if not _is_training(call):
         return output, mean.new_empty(0), invstd.new_empty(0), *others
-    given = [call.argument(name) for name in ("weight", "bias", "running_mean", "running_var")]
-    dtype = next((tensor.dtype for tensor in given if tensor is not None), output.dtype)
+    vectors = [call.argument(name) for name in ("weight", "bias", "running_mean", "running_var")]
+    dtype = next((tensor.dtype for tensor in vectors if tensor is not None), output.dtype)
     return output, mean.to(dtype), invstd.to(dtype), *others
 
 
@@ -118,25 +120,25 @@ def _forward(call: OpCall, propagation: Propagation) -> Compute:
     num_others = len(call.outputs) - 3
 
     def run(*args: Any, **keywords: Any) -> Any:
-        given = dict(zip(call.facts.arguments, args, strict=False)) | keywords
-        values = given["input"].to(torch.promote_types(dtype, torch.float32))
+        by_name = dict(zip(call.facts.arguments, args, strict=False)) | keywords
+        values = by_name["input"].to(torch.promote_types(dtype, torch.float32))
         mean = batch.summed([values])[0] / batch.num_elements
         values = values - batch.spread(mean)
         squares = batch.summed([values * values])[0]
-        epsilon = given["eps"] if "eps" in given else given["epsilon"]
+        epsilon = by_name["eps"] if "eps" in by_name else by_name["epsilon"]
         invstd = (squares / batch.num_elements + epsilon).rsqrt()
-        if given.get("running_mean") is not None:
-            momentum = given.get("momentum", given.get("exponential_average_factor"))
-            given["running_mean"].lerp_(mean.to(given["running_mean"].dtype), momentum)
+        if by_name.get("running_mean") is not None:
+            momentum = by_name.get("momentum", by_name.get("exponential_average_factor"))
+            by_name["running_mean"].lerp_(mean.to(by_name["running_mean"].dtype), momentum)
             unbiased = squares / (batch.num_elements - 1)
-            given["running_var"].lerp_(unbiased.to(given["running_var"].dtype), momentum)
+            by_name["running_var"].lerp_(unbiased.to(by_name["running_var"].dtype), momentum)
         values = values * batch.spread(invstd)
-        if given["weight"] is not None:
-            values = values * batch.spread(given["weight"])
-        if given["bias"] is not None:
-            values = values + batch.spread(given["bias"])
-        others = [given["input"].new_empty(0, dtype=torch.uint8)] * num_others
-        return values.to(given["input"].dtype), mean.to(dtype), invstd.to(dtype), *others
+        if by_name["weight"] is not None:
+            values = values * batch.spread(by_name["weight"])
+        if by_name["bias"] is not None:
+            values = values + batch.spread(by_name["bias"])
+        others = [by_name["input"].new_empty(0, dtype=torch.uint8)] * num_others
+        return values.to(by_name["input"].dtype), mean.to(dtype), invstd.to(dtype), *others
 
     return run
 
@@ -148,20 +150,20 @@ def _backward(call: OpCall, propagation: Propagation) -> Compute:
         return guarded(call, propagation, call.op)
 
     def run(*args: Any, **keywords: Any) -> Any:
-        given = dict(zip(call.facts.arguments, args, strict=False)) | keywords
-        grad = given["grad_out"] if "grad_out" in given else given["grad_output"]
-        mean, weight = given["save_mean"], given["weight"]
-        invstd = given["save_invstd"] if "save_invstd" in given else given["save_var"]
+        by_name = dict(zip(call.facts.arguments, args, strict=False)) | keywords
+        grad = by_name["grad_out"] if "grad_out" in by_name else by_name["grad_output"]
+        mean, weight = by_name["save_mean"], by_name["weight"]
+        invstd = by_name["save_invstd"] if "save_invstd" in by_name else by_name["save_var"]
         dtype = torch.promote_types(mean.dtype, torch.float32)
-        values = (given["input"].to(dtype) - batch.spread(mean)) * batch.spread(invstd)
+        values = (by_name["input"].to(dtype) - batch.spread(mean)) * batch.spread(invstd)
         grad_bias, grad_weight = batch.summed([grad.to(dtype), grad * values])
         mean_terms = batch.spread(grad_bias) + values * batch.spread(grad_weight)
         grad_input = (grad - mean_terms / batch.num_elements) * batch.spread(invstd)
         if weight is not None:
             grad_input = grad_input * batch.spread(weight)
             grad_weight, grad_bias = grad_weight.to(weight.dtype), grad_bias.to(weight.dtype)
-        mask = given.get("output_mask", (True, True, True))
-        results = (grad_input.to(given["input"].dtype), grad_weight, grad_bias)
+        mask = by_name.get("output_mask", (True, True, True))
+        results = (grad_input.to(by_name["input"].dtype), grad_weight, grad_bias)
         return tuple(result if is_asked_for else None for result, is_asked_for in zip(results, mask, strict=True))
 
     return run

@@ -31,9 +31,9 @@ def contraction(call: OpCall) -> AxisMap:
     """Any letter may be cut, and the result is linear in each operand, together with what is added."""
     name = call.facts.name
     equation = _EQUATIONS.get(name) or _EQUATIONS[name[:-1]]
-    left, _, result = equation.partition("->")
+    terms, _, result = equation.partition("->")
     operands, added = {}, set()
-    for operand, letters in zip(operand_names(call), left.split(","), strict=True):
+    for operand, letters in zip(operand_names(call), terms.split(","), strict=True):
         operands[operand] = letters.removeprefix("+")
         if letters.startswith("+"):
             added.add(operand)
@@ -43,7 +43,7 @@ def contraction(call: OpCall) -> AxisMap:
     return AxisMap(
         operands,
         (result,),
-        sorted(set(left) & set("bkmn")),
+        sorted(set(terms) & set("bkmn")),
         frozenset(added),
         tuple(frozenset({operand, *added}) for operand in operands if operand not in added),
     )
@@ -52,7 +52,7 @@ def contraction(call: OpCall) -> AxisMap:
 def trilinear(call: OpCall) -> AxisMap:
     """`_trilinear` of a bilinear layer: three operands, each without the dims in which it is expanded."""
     names = operand_names(call)
-    expanded = [frozenset(call.argument(f"expand{place}", ())) for place in (1, 2, 3)]
+    expanded = [frozenset(call.argument(f"expand{number}", ())) for number in (1, 2, 3)]
     first = call.operands[0]
     num_dims = len(expanded[0]) + (0 if first is None else len(first.shape))
     summed = frozenset(dim % num_dims for dim in call.argument("sumdim", ()))
@@ -76,8 +76,8 @@ def distances(call: OpCall) -> AxisMap | None:
     num_batch_dims = len(call.output_shape) - 2
     batch = BATCH_LETTERS[:num_batch_dims]
     operands = {
-        name: aligned_letters(batch, spec.shape[:-2], call.output_shape[:-2]) + own + "."
-        for name, spec, own in zip(("x1", "x2"), rows, ("m", "n"), strict=True)
+        name: aligned_letters(batch, spec.shape[:-2], call.output_shape[:-2]) + letter + "."
+        for name, spec, letter in zip(("x1", "x2"), rows, ("m", "n"), strict=True)
         if spec is not None
     }
     return AxisMap(operands, (batch + "mn",), batch + "mn")

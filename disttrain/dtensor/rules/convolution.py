@@ -80,9 +80,9 @@ def _backward(call: OpCall, propagation: Propagation) -> Compute:
 def _lacks_channels_in(call: OpCall, propagation: Propagation) -> bool:
     """True for a rank without a piece of the channels in: it has no share in the products, but may have one in what
     the bias adds."""
-    given = local_spec(call, propagation, "input")
-    assert given is not None
-    return given.local_shape[1] == 0 and 0 not in given.shape
+    input_spec = local_spec(call, propagation, "input")
+    assert input_spec is not None
+    return input_spec.local_shape[1] == 0 and 0 not in input_spec.shape
 
 
 RULES = {

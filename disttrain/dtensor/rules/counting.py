@@ -29,11 +29,11 @@ def localize_histogram(call: OpCall, propagation: Propagation) -> Compute:
         return call.op
 
     def compute(local: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        given = {"bins": 100, "min": 0, "max": 0} | dict(zip(call.facts.arguments[1:], args, strict=False)) | kwargs
-        low, high = given["min"], given["max"]
+        by_name = {"bins": 100, "min": 0, "max": 0} | dict(zip(call.facts.arguments[1:], args, strict=False)) | kwargs
+        low, high = by_name["min"], by_name["max"]
         if low == high:
             low, high = _range(local, part, axes)
-        counts: torch.Tensor = call.op(local, given["bins"], low, high)
+        counts: torch.Tensor = call.op(local, by_name["bins"], low, high)
         return counts
 
     return compute

@@ -53,18 +53,18 @@ def unchanged(num_dims: int, blocked: Collection[int] = ()) -> dict[int, int]:
 
 def without(num_dims: int, removed: Collection[int]) -> dict[int, int]:
     """The dims that are left when those in `removed` go, and their new positions."""
-    kept = [dim for dim in range(num_dims) if dim not in removed]
-    return {dim: place for place, dim in enumerate(kept)}
+    remaining = [dim for dim in range(num_dims) if dim not in removed]
+    return {dim: position for position, dim in enumerate(remaining)}
 
 
 def inverse(dims: DimMap) -> dict[int, int]:
     return {into: dim for dim, into in dims.items()}
 
 
-def result_spec(call: OpCall, propagation: Propagation, place: int = 0) -> Spec:
+def result_spec(call: OpCall, propagation: Propagation, index: int = 0) -> Spec:
     """The spec of a result."""
-    output = call.outputs[place]
-    return Spec.of(propagation.results[place], tuple(output.shape), output.dtype)
+    output = call.outputs[index]
+    return Spec.of(propagation.results[index], tuple(output.shape), output.dtype)
 
 
 def with_argument(call: OpCall, name: str, value: Any) -> Compute:

@@ -54,9 +54,9 @@ def _look_up(call: OpCall, propagation: Propagation) -> Compute:
         # Every rank of the vocabulary sees these indices, so all raise or none does.
         if indices.device.type == "cpu" and indices.numel() and not 0 <= indices.min() <= indices.max() < num_rows:
             raise IndexError(f"index out of range: the table has {num_rows} rows")
-        own = indices - first
-        is_absent = (own < 0) | (own >= num_own_rows)
-        rows: torch.Tensor = call.op(weight, own.masked_fill(is_absent, 0), *rest, **keywords)
+        local_indices = indices - first
+        is_absent = (local_indices < 0) | (local_indices >= num_own_rows)
+        rows: torch.Tensor = call.op(weight, local_indices.masked_fill(is_absent, 0), *rest, **keywords)
         return rows.masked_fill(is_absent.unsqueeze(-1), 0)
 
     return guarded(call, propagation, run)

@@ -29,8 +29,8 @@ def _outputs(call: OpCall) -> tuple[torch.Tensor, ...]:
     sums, bag_of_index, sizes, _ = call.outputs
     indices = operand_called(call, "indices")
     num_indices = 0 if indices is None else indices.shape[0]
-    places = sizes.new_empty(sums.shape if _mode(call) == _MAX_MODE else (0,))
-    return sums, bag_of_index.new_empty(num_indices), sizes.new_empty(sums.shape[0]), places
+    max_indices = sizes.new_empty(sums.shape if _mode(call) == _MAX_MODE else (0,))
+    return sums, bag_of_index.new_empty(num_indices), sizes.new_empty(sums.shape[0]), max_indices
 
 
 def bags(call: OpCall) -> list[Signature]:
@@ -55,8 +55,8 @@ def _batches(call: OpCall) -> list[Signature]:
     if num_bags % math.prod(mesh.shape[axis] for axis in axes):
         return []
     cut = [_WHOLE if name in ("weight", "offsets") else Shard(0) for name in operand_names(call)]
-    places = Shard(0) if _mode(call) == _MAX_MODE else _WHOLE
-    return [Signature(tuple(cut), (Shard(0), Shard(0), Shard(0), places), only_axis=axis) for axis in axes]
+    of_max_indices = Shard(0) if _mode(call) == _MAX_MODE else _WHOLE
+    return [Signature(tuple(cut), (Shard(0), Shard(0), Shard(0), of_max_indices), only_axis=axis) for axis in axes]
 
 
 def _localize(call: OpCall, propagation: Propagation) -> Compute:
@@ -69,33 +69,33 @@ def _localize(call: OpCall, propagation: Propagation) -> Compute:
     is_part = num_bags < sums.shape[0]
 
     def compute(*args: Any, **keywords: Any) -> Any:
-        given = dict(zip(call.facts.arguments, args, strict=False)) | keywords
-        weight, indices, offsets = given["weight"], given["indices"], given["offsets"]
-        padding = given.get("padding_idx", -1)
+        by_name = dict(zip(call.facts.arguments, args, strict=False)) | keywords
+        weight, indices, offsets = by_name["weight"], by_name["indices"], by_name["offsets"]
+        padding = by_name.get("padding_idx", -1)
         if is_part:
-            offsets = given["offsets"] = offsets[:num_bags]
+            offsets = by_name["offsets"] = offsets[:num_bags]
         bag_of_index = torch.arange(indices.numel(), device=indices.device)
         bag_of_index = torch.bucketize(bag_of_index, offsets[:num_bags], right=True) - 1
         counts = (indices != padding).to(torch.int64)
         sizes = counts.new_zeros(num_bags).index_add_(0, bag_of_index, counts)
         if not is_cut:
-            sums, _, _, places = call.op(**given)
+            sums, _, _, max_indices = call.op(**by_name)
         else:
-            own = indices - first
-            is_absent = (own < 0) | (own >= num_own) | (indices == padding)
+            local_indices = indices - first
+            is_absent = (local_indices < 0) | (local_indices >= num_own) | (indices == padding)
             # A row of zeros stands for what others hold.
             rows = torch.cat([weight, weight.new_zeros(1, weight.shape[1])])
-            sums, _, _, places = call.op(
+            sums, _, _, max_indices = call.op(
                 rows,
-                own.masked_fill(is_absent, num_own),
+                local_indices.masked_fill(is_absent, num_own),
                 offsets,
-                per_sample_weights=given.get("per_sample_weights"),
-                include_last_offset=given.get("include_last_offset", False),
+                per_sample_weights=by_name.get("per_sample_weights"),
+                include_last_offset=by_name.get("include_last_offset", False),
             )
             if is_mean:
                 sums = sums / sizes.clamp(min=1).unsqueeze(-1)
         is_max = _mode(call) == _MAX_MODE
-        return sums, bag_of_index + first_bag, sizes, places if is_max else sizes.new_empty(0)
+        return sums, bag_of_index + first_bag, sizes, max_indices if is_max else sizes.new_empty(0)
 
     return compute
 
@@ -109,8 +109,10 @@ def bags_backward(call: OpCall) -> list[Signature]:
     signatures = [all_replicated(call), Signature.of(cut, Shard(1)), Signature.of(linear, _SUM)]
     if call.argument("scale_grad_by_freq", False):
         return signatures
-    own = [_WHOLE if name == "offsets" or (name == "maximum_indices" and not is_max) else Shard(0) for name in names]
-    return signatures + [Signature(tuple(own), (_SUM,), only_axis=axis) for axis in _axes_of_bags(call)]
+    by_bags = [
+        _WHOLE if name == "offsets" or (name == "maximum_indices" and not is_max) else Shard(0) for name in names
+    ]
+    return signatures + [Signature(tuple(by_bags), (_SUM,), only_axis=axis) for axis in _axes_of_bags(call)]
 
 
 def _axes_of_bags(call: OpCall) -> list[int]:
@@ -139,8 +141,8 @@ def weights_backward(call: OpCall) -> list[Signature]:
     """The gradient of each index's weight is a product of rows, of which each rank has its features."""
     names = operand_names(call)
     cut = [Shard(1) if name in ("grad", "weight") else _WHOLE for name in names]
-    own = tuple(_WHOLE if name in ("weight", "offsets") else Shard(0) for name in names)
-    batches = [Signature(own, (Shard(0),), only_axis=axis) for axis in _axes_of_bags(call)]
+    by_bags = tuple(_WHOLE if name in ("weight", "offsets") else Shard(0) for name in names)
+    batches = [Signature(by_bags, (Shard(0),), only_axis=axis) for axis in _axes_of_bags(call)]
     return [all_replicated(call), Signature.of(cut, _SUM), *batches]
 
 

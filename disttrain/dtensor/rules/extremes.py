@@ -28,8 +28,8 @@ def extreme(call: OpCall) -> Sequence[Signature]:
     signatures = [all_replicated(call)]
     for dim in range(len(call.operand.shape)):
         if dim not in removed:
-            place = Shard(dim if keeps_dims(call) else kept(dim, removed))
-            signatures.append(Signature.of((Shard(dim),), *[place] * num_results))
+            placement = Shard(dim if keeps_dims(call) else kept(dim, removed))
+            signatures.append(Signature.of((Shard(dim),), *[placement] * num_results))
         elif call.operand.dtype != torch.bool or call.facts.name in ("aten.max", "aten.min"):
             # argmax of truth values is an error: of all ranks, also those with an empty part.
             signatures.append(Signature.of((Shard(dim),), *[Replicate()] * num_results))
@@ -46,14 +46,14 @@ def localize(call: OpCall, propagation: Propagation) -> Compute:
     keepdim = keeps_dims(call)
 
     def compute(local: torch.Tensor, *_: Any, **__: Any) -> Any:
-        values, places = _own(local, part, removed, is_max=is_max)
+        values, indices = _own(local, part, removed, is_max=is_max)
         for axis in reversed(axes):
-            values, places = _best(
-                gathered(_comparable(values), part.mesh, axis), gathered(places, part.mesh, axis), is_max=is_max
+            values, indices = _best(
+                gathered(_comparable(values), part.mesh, axis), gathered(indices, part.mesh, axis), is_max=is_max
             )
         if not keepdim:
-            values, places = values.squeeze(removed), places.squeeze(removed)
-        return (values.to(local.dtype), places) if len(call.outputs) == 2 else places
+            values, indices = values.squeeze(removed), indices.squeeze(removed)
+        return (values.to(local.dtype), indices) if len(call.outputs) == 2 else indices
 
     return compute
 
@@ -66,13 +66,15 @@ def _own(local: torch.Tensor, part: Spec, removed: list[int], *, is_max: bool) -
         return local.new_full(shape, nothing), local.new_full(shape, _NOWHERE, dtype=torch.int64)
     if len(removed) == 1:
         dim = removed[0]
-        values, places = (torch.max if is_max else torch.min)(local, dim, keepdim=True)
-        return values, places + part.local_offset[dim]
+        values, indices = (torch.max if is_max else torch.min)(local, dim, keepdim=True)
+        return values, indices + part.local_offset[dim]
     # Every dim is reduced, and places count through the flattened whole.
-    values, place = (torch.max if is_max else torch.min)(local.reshape(-1), 0)
+    values, index = (torch.max if is_max else torch.min)(local.reshape(-1), 0)
     steps = contiguous_strides(part.shape)
-    where = torch.unravel_index(place, local.shape)
-    total = sum((own + offset) * step for own, offset, step in zip(where, part.local_offset, steps, strict=True))
+    where = torch.unravel_index(index, local.shape)
+    total = sum(
+        (local_index + offset) * step for local_index, offset, step in zip(where, part.local_offset, steps, strict=True)
+    )
     assert isinstance(total, torch.Tensor)
     return values.reshape(shape), total.reshape(shape)
 
@@ -81,11 +83,11 @@ def _comparable(values: torch.Tensor) -> torch.Tensor:
     return values.to(torch.uint8) if values.dtype == torch.bool else values
 
 
-def _best(values: torch.Tensor, places: torch.Tensor, *, is_max: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _best(values: torch.Tensor, indices: torch.Tensor, *, is_max: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Over the first dim: the extreme, where not-a-number counts as one, and the first place that has it."""
     best = values.amax(0) if is_max else values.amin(0)
     has_it = (values == best) | (values != values)
-    return best, places.masked_fill(~has_it, _NOWHERE).amin(0)
+    return best, indices.masked_fill(~has_it, _NOWHERE).amin(0)
 
 
 _RULE = Rule(extreme, localize, takes_blocks=False, goes_by_layout=True)

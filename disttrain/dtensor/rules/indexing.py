@@ -34,8 +34,8 @@ class IndexMap:
 
     def along(self, index_shape: Sequence[int], dim: int) -> Placement:
         """The placement of an index that cuts dim `dim` of the common shape; broadcast along it, it is whole."""
-        own = dim - (len(self.shape) - len(index_shape))
-        return _WHOLE if own < 0 or index_shape[own] != self.shape[dim] else Shard(own)
+        index_dim = dim - (len(self.shape) - len(index_shape))
+        return _WHOLE if index_dim < 0 or index_shape[index_dim] != self.shape[dim] else Shard(index_dim)
 
 
 def index_map(num_dims: int, indices: Sequence[torch.Tensor | None]) -> IndexMap:
@@ -44,14 +44,14 @@ def index_map(num_dims: int, indices: Sequence[torch.Tensor | None]) -> IndexMap
     is_together = indexed == tuple(range(indexed[0], indexed[0] + len(indexed)))
     start = indexed[0] if is_together else 0
     others = [dim for dim in range(num_dims) if dim not in indexed]
-    kept = {dim: place if place < start else place + len(shape) for place, dim in enumerate(others)}
+    kept = {dim: position if position < start else position + len(shape) for position, dim in enumerate(others)}
     return IndexMap(indexed, shape, start, kept)
 
 
 def are_places(indices: Sequence[torch.Tensor | None]) -> bool:
     """False for masks, whose number of places depends on values."""
-    given = [index for index in indices if index is not None]
-    return bool(given) and all(index.dtype not in (torch.bool, torch.uint8) for index in given)
+    present = [index for index in indices if index is not None]
+    return bool(present) and all(index.dtype not in (torch.bool, torch.uint8) for index in present)
 
 
 def can_be_summed(call: OpCall) -> bool:
@@ -71,8 +71,8 @@ def index(call: OpCall) -> Sequence[Signature]:
     where = index_map(len(call.operand.shape), indices)
     whole = [_WHOLE] * (len(call.operands) - 1)
     signatures += [Signature.of((kind, *whole), kind) for kind in partials_of(call, 0)]
-    signatures += [Signature.of((Shard(dim), *whole), Shard(place)) for dim, place in where.kept.items()]
-    shapes = [given.shape for given in indices if given is not None]
+    signatures += [Signature.of((Shard(dim), *whole), Shard(position)) for dim, position in where.kept.items()]
+    shapes = [index.shape for index in indices if index is not None]
     signatures += [
         Signature.of((_WHOLE, *(where.along(shape, dim) for shape in shapes)), Shard(where.start + dim))
         for dim in range(len(where.shape))
@@ -96,31 +96,31 @@ def localize_index(call: OpCall, propagation: Propagation) -> Compute:
     def compute(local: torch.Tensor, indices: Sequence[torch.Tensor | None], *_: Any, **__: Any) -> torch.Tensor:
         if not all(local.shape[dim] for dim in cut_dims):
             return local.new_zeros(result.local_shape)
-        places = list(indices)
+        local_indices = list(indices)
         masks = []
         for dim in cut_dims:
-            given = places[dim]
-            assert given is not None
-            places[dim], is_here = owned(given, part, dim)
+            index = local_indices[dim]
+            assert index is not None
+            local_indices[dim], is_here = owned(index, part, dim)
             masks.append(is_here)
         mask = reduce(and_, masks)
-        found: torch.Tensor = call.op(local, places)
-        return found.masked_fill_(~mask.reshape(*mask.shape, *[1] * num_after), 0)
+        values: torch.Tensor = call.op(local, local_indices)
+        return values.masked_fill_(~mask.reshape(*mask.shape, *[1] * num_after), 0)
 
     return compute
 
 
 def gather(call: OpCall) -> Sequence[Signature]:
     signatures = [all_replicated(call)]
-    source, places = call.operands[0], call.operands[1]
-    if source is None or places is None or len(source.shape) != len(places.shape):
+    source, index = call.operands[0], call.operands[1]
+    if source is None or index is None or len(source.shape) != len(index.shape):
         return signatures
     dim = named_dim(call)
     signatures += [Signature.of((kind, _WHOLE), kind) for kind in partials_of(call, 0)]
     for other in range(len(source.shape)):
         if other == dim:
             signatures.append(Signature.of((_WHOLE, Shard(dim)), Shard(dim)))
-        elif source.shape[other] == places.shape[other]:
+        elif source.shape[other] == index.shape[other]:
             signatures.append(Signature.of((Shard(other), Shard(other)), Shard(other)))
     if can_be_summed(call) and source.shape:
         signatures.append(Signature.of((Shard(dim), _WHOLE), _SUM))
@@ -129,11 +129,11 @@ def gather(call: OpCall) -> Sequence[Signature]:
 
 def index_select(call: OpCall) -> Sequence[Signature]:
     signatures = [all_replicated(call)]
-    dim, places = named_dim(call), call.operands[1]
+    dim, index = named_dim(call), call.operands[1]
     if call.operands[0] is None:
         return signatures
     signatures += [Signature.of((kind, _WHOLE), kind) for kind in partials_of(call, 0)]
-    if places is not None and places.shape and call.operand.shape:
+    if index is not None and index.shape and call.operand.shape:
         signatures.append(Signature.of((_WHOLE, Shard(0)), Shard(dim)))
     for other in range(len(call.operand.shape)):
         if other != dim:
@@ -157,11 +157,11 @@ def localize_along(call: OpCall, propagation: Propagation) -> Compute:
     def compute(local: torch.Tensor, _: int, index: torch.Tensor, **__: Any) -> torch.Tensor:
         if local.shape[dim] == 0:
             return local.new_zeros(result.local_shape)
-        places, is_here = owned(index, part, dim)
-        found: torch.Tensor = call.op(local, dim, places)
+        local_index, is_here = owned(index, part, dim)
+        values: torch.Tensor = call.op(local, dim, local_index)
         if not is_gather:
             is_here = is_here.reshape(-1, *[1] * (local.ndim - dim - 1))
-        return found.masked_fill_(~is_here, 0)
+        return values.masked_fill_(~is_here, 0)
 
     return compute
 

@@ -81,10 +81,10 @@ def _own_targets(call: OpCall, propagation: Propagation) -> Compute:
 
     def run(*args: Any) -> Any:
         target, ignored = args[target_place], args[ignored_place]
-        own = target - first
-        is_skipped = (own < 0) | (own >= num_own) | (target == ignored)
+        local_target = target - first
+        is_skipped = (local_target < 0) | (local_target >= num_own) | (target == ignored)
         shifted = list(args)
-        shifted[target_place] = own.masked_fill(is_skipped, _SKIPPED)
+        shifted[target_place] = local_target.masked_fill(is_skipped, _SKIPPED)
         shifted[ignored_place] = _SKIPPED
         return call.op(*shifted)
 

@@ -26,12 +26,12 @@ def moments(call: OpCall) -> Sequence[Signature]:
     signatures = [all_replicated(call)]
     for dim in range(len(call.operand.shape)):
         if dim not in removed:
-            place: Placement = Shard(dim if keeps_dims(call) else kept(dim, removed))
+            placement: Placement = Shard(dim if keeps_dims(call) else kept(dim, removed))
         elif call.operand.dtype.is_complex:
             continue
         else:
-            place = Replicate()
-        signatures.append(Signature.of((Shard(dim),), *[place] * len(call.outputs)))
+            placement = Replicate()
+        signatures.append(Signature.of((Shard(dim),), *[placement] * len(call.outputs)))
     return signatures
 
 
@@ -63,7 +63,7 @@ def localize(call: OpCall, propagation: Propagation) -> Compute:
 
 def _nothing(call: OpCall, propagation: Propagation) -> Compute:
     """For a part without rows, of which torch would warn that it has no degrees of freedom."""
-    parts = [result_part(call, propagation, place) for place in range(len(call.outputs))]
+    parts = [result_part(call, propagation, index) for index in range(len(call.outputs))]
 
     def compute(local: torch.Tensor, *_: Any, **__: Any) -> Any:
         made = tuple(local.new_empty(part.local_shape, dtype=part.dtype) for part in parts)

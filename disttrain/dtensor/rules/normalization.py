@@ -58,8 +58,8 @@ def _outputs(call: OpCall) -> tuple[torch.Tensor, ...]:
     if call.operand.mesh.device_type != "cpu":
         return call.outputs
     output, *statistics = call.outputs
-    given = [call.argument(name) for name in ("weight", "bias")]
-    dtype = next((tensor.dtype for tensor in given if tensor is not None), output.dtype)
+    vectors = [call.argument(name) for name in ("weight", "bias")]
+    dtype = next((tensor.dtype for tensor in vectors if tensor is not None), output.dtype)
     return output, *[statistic.to(dtype) for statistic in statistics]
 
 

@@ -38,9 +38,9 @@ def along_a_dim(call: OpCall) -> Sequence[Signature]:
     signatures = [all_replicated(call)]
     for dim in range(num_dims):
         if dim != ordered:
-            place = Shard(kept(dim, {ordered}) if is_removed else dim)
+            placement = Shard(kept(dim, {ordered}) if is_removed else dim)
             operands = (Shard(dim),) * len(call.operands)
-            signatures.append(Signature.of(operands, *[place] * len(call.outputs)))
+            signatures.append(Signature.of(operands, *[placement] * len(call.outputs)))
     if call.facts.name in ("aten.cumsum", "aten.cumsum_") and call.outputs[0].dtype.is_floating_point:
         signatures += [Signature.of((kind,), kind) for kind in partials_of(call, 0) if kind.reduce_op in ("sum", "avg")]
     return signatures

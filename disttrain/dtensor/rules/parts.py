@@ -16,18 +16,18 @@ from disttrain.dtensor.spec.placement import Partial
 from disttrain.mesh import DeviceMesh
 
 
-def operand_part(call: OpCall, propagation: Propagation, place: int) -> Spec:
-    """Operand `place`, which is a DTensor, as it lies when the operator runs."""
-    spec, layout = call.operands[place], propagation.operands[place]
+def operand_part(call: OpCall, propagation: Propagation, index: int) -> Spec:
+    """Operand `index`, which is a DTensor, as it lies when the operator runs."""
+    spec, layout = call.operands[index], propagation.operands[index]
     assert spec is not None
     assert layout is not None
     return spec.with_layout(layout)
 
 
-def result_part(call: OpCall, propagation: Propagation, place: int = 0) -> Spec:
-    """Result `place` as it lies."""
-    output = call.outputs[place]
-    return Spec(propagation.results[place], tuple(output.shape), tuple(output.stride()), output.dtype)
+def result_part(call: OpCall, propagation: Propagation, index: int = 0) -> Spec:
+    """Result `index` as it lies."""
+    output = call.outputs[index]
+    return Spec(propagation.results[index], tuple(output.shape), tuple(output.stride()), output.dtype)
 
 
 def cutting_axes(layout: Layout, dims: Collection[int]) -> tuple[int, ...]:
@@ -35,9 +35,9 @@ def cutting_axes(layout: Layout, dims: Collection[int]) -> tuple[int, ...]:
     return tuple(axis for axis, placement in enumerate(layout.placements) if placement.cut_dim in dims)
 
 
-def partials_of(call: OpCall, place: int) -> list[Partial]:
-    """The kinds of Partial that operand `place` is in along some axis."""
-    spec = call.operands[place]
+def partials_of(call: OpCall, index: int) -> list[Partial]:
+    """The kinds of Partial that operand `index` is in along some axis."""
+    spec = call.operands[index]
     kinds = {kind for kind in spec.placements if isinstance(kind, Partial)} if spec is not None else set()
     return sorted(kinds, key=repr)
 
@@ -88,6 +88,6 @@ def owned(index: torch.Tensor, part: Spec, dim: int) -> tuple[torch.Tensor, torc
     Those that are not have place 0; no cut of `dim` may be StridedShard.
     """
     size, offset = part.local_shape[dim], part.local_offset[dim]
-    place = torch.where(index < 0, index + (part.shape[dim] - offset), index - offset)
-    is_here = (place >= 0) & (place < size)
-    return place.masked_fill_(~is_here, 0), is_here
+    local_index = torch.where(index < 0, index + (part.shape[dim] - offset), index - offset)
+    is_here = (local_index >= 0) & (local_index < size)
+    return local_index.masked_fill_(~is_here, 0), is_here

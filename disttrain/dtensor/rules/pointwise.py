@@ -124,7 +124,7 @@ def _operand(spec: Spec | None, dim: int, output_shape: tuple[int, ...]) -> Plac
 
 
 def _partial(call: OpCall) -> list[Signature]:
-    kinds = dict.fromkeys(kind for place in range(len(call.operands)) for kind in partials_of(call, place))
+    kinds = dict.fromkeys(kind for index in range(len(call.operands)) for kind in partials_of(call, index))
     if not kinds or len(call.outputs) > 1:
         return []
     name = call.facts.name.removesuffix("_") if call.facts.is_inplace else call.facts.name
@@ -133,7 +133,7 @@ def _partial(call: OpCall) -> list[Signature]:
         return [Signature.of((kind,), kind) for kind in kinds if _keeps_values(call, kind)]
     for group in _groups(call, name):
         signatures += [
-            Signature.of([kind if place in group else Replicate() for place in range(len(call.operands))], kind)
+            Signature.of([kind if index in group else Replicate() for index in range(len(call.operands))], kind)
             for kind in kinds
             if kind.reduce_op in ("sum", "avg")
         ]
@@ -150,12 +150,12 @@ def _groups(call: OpCall, name: str) -> tuple[tuple[int, ...], ...]:
         groups = ()
     else:
         groups = _LINEAR.get(name, ())
-    return tuple(group for group in groups if all(_may_be_summed(call, place) for place in group))
+    return tuple(group for group in groups if all(_may_be_summed(call, index) for index in group))
 
 
-def _may_be_summed(call: OpCall, place: int) -> bool:
+def _may_be_summed(call: OpCall, index: int) -> bool:
     """False for a number, which each rank would add, for truth values, and for a value that is rounded first."""
-    spec = call.operands[place] if place < len(call.operands) else None
+    spec = call.operands[index] if index < len(call.operands) else None
     if spec is None or spec.dtype == torch.bool:
         return False
     target = call.outputs[0].dtype

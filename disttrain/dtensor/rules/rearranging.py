@@ -65,7 +65,7 @@ def _triangle_parts(call: OpCall, propagation: Propagation) -> Compute:
 def _pad(call: OpCall) -> Sequence[Signature]:
     """The dims that are padded must be whole. Of parts of a sum, all would pad."""
     num_dims, pad = len(call.operand.shape), call.argument("pad")
-    padded = {num_dims - 1 - place // 2 for place, amount in enumerate(pad) if amount}
+    padded = {num_dims - 1 - position // 2 for position, amount in enumerate(pad) if amount}
     value = call.argument("value", 0)
     reductions = {*LINEAR, "min", "max", "product", "norm"} if value == 0 else {"avg", "min", "max"}
     return mapped(call, unchanged(num_dims, padded), reductions)

@@ -107,16 +107,16 @@ def _passed(placement: Placement, groups: Sequence[_Group], states: list[_Sizes]
 def _cuts(placement: Placement, group: _Group, sizes: _Sizes) -> list[Placement]:
     """Placements of the result that have as many blocks as `placement` has in the group."""
     blocks, _ = _flat_cut(placement, group.old, sizes.old, 1)
-    found: list[Placement] = []
+    placements: list[Placement] = []
     before = 1
     for dim in group.new:
         if blocks % before == 0 and sizes.new[dim] % (blocks // before) == 0:
             num_blocks = blocks // before
-            found.append(Shard(dim) if num_blocks == 1 else StridedShard(dim, num_blocks))
+            placements.append(Shard(dim) if num_blocks == 1 else StridedShard(dim, num_blocks))
         before *= sizes.new[dim]
     # Along an axis of one rank they all fit: the one that cuts as finely comes back as it was.
     grain = _grain(placement, group.old, sizes.old)
-    return sorted(found, key=lambda result: bool(_grain(result, group.new, sizes.new) != grain))
+    return sorted(placements, key=lambda result: bool(_grain(result, group.new, sizes.new) != grain))
 
 
 def _grain(placement: Placement, dims: range, sizes: Sequence[int]) -> int:
@@ -144,16 +144,16 @@ def _after(states: list[_Sizes], old: Placement, new: Placement, axis_size: int)
     """The sizes that ranks may have once an axis has cut, but for those of ranks without an element."""
     if old.cut_dim is None or new.cut_dim is None:
         return states
-    left: list[_Sizes] = []
+    after: list[_Sizes] = []
     for sizes, position in product(states, range(axis_size)):
         state = _Sizes(
             _cut_at(sizes.old, old, axis_size, position),
             _cut_at(sizes.new, new, axis_size, position),
         )
         # No set: sizes that are a compiler's symbols have no hash.
-        if 0 not in state.old and state not in left:
-            left.append(state)
-    return left or states
+        if 0 not in state.old and state not in after:
+            after.append(state)
+    return after or states
 
 
 def _cut_at(sizes: tuple[int, ...], placement: Placement, axis_size: int, position: int) -> tuple[int, ...]:

@@ -77,11 +77,13 @@ def localize_scatter(call: OpCall, propagation: Propagation) -> Compute:
 
     def compute(local: torch.Tensor, _: int, index: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         size = local.shape[dim]
-        places, is_here = owned(index, part, dim)
-        places = places.masked_fill_(~is_here, size)
+        local_index, is_here = owned(index, part, dim)
+        local_index = local_index.masked_fill_(~is_here, size)
         rest = list(local.shape)
         rest[dim] = 1
-        longer: torch.Tensor = call.op(torch.cat((local, local.new_zeros(rest)), dim), dim, places, *args, **kwargs)
+        longer: torch.Tensor = call.op(
+            torch.cat((local, local.new_zeros(rest)), dim), dim, local_index, *args, **kwargs
+        )
         written = longer.narrow(dim, 0, size)
         return local.copy_(written) if call.facts.mutated else written.clone(memory_format=torch.contiguous_format)
 
@@ -120,10 +122,10 @@ def localize_index_write(call: OpCall, propagation: Propagation) -> Compute:
         return call.op
 
     def compute(local: torch.Tensor, _: int, index: torch.Tensor, value: Any, **kwargs: Any) -> torch.Tensor:
-        places, is_here = owned(index.reshape(-1), part, dim)
+        local_index, is_here = owned(index.reshape(-1), part, dim)
         if isinstance(value, torch.Tensor) and value.ndim:
             value = value.index_select(dim, is_here.nonzero().view(-1))
-        written: torch.Tensor = call.op(local, dim, places[is_here], value, **kwargs)
+        written: torch.Tensor = call.op(local, dim, local_index[is_here], value, **kwargs)
         return written
 
     return compute
@@ -139,8 +141,8 @@ def index_put(call: OpCall) -> Sequence[Signature]:
         return [*signatures, *_masked(call, indices)]
     where = index_map(num_dims, indices)
     values_shape = call.argument("values").shape
-    for dim, place in where.kept.items():
-        values = _values_along(values_shape, where, place, call.operand.shape[dim], num_dims)
+    for dim, position in where.kept.items():
+        values = _values_along(values_shape, where, position, call.operand.shape[dim], num_dims)
         signatures.append(Signature.of((Shard(dim), *whole, values), Shard(dim)))
     signatures += [Signature.of((Shard(dim), *whole, _WHOLE), Shard(dim)) for dim in where.indexed]
     if not call.argument("accumulate", False):
@@ -154,11 +156,11 @@ def index_put(call: OpCall) -> Sequence[Signature]:
     return signatures
 
 
-def _values_along(values_shape: Sequence[int], where: IndexMap, place: int, size: int, num_dims: int) -> Placement:
-    """The placement of the values that cuts dim `place` of the indexed result; broadcast along it, they are whole."""
+def _values_along(values_shape: Sequence[int], where: IndexMap, dim: int, size: int, num_dims: int) -> Placement:
+    """The placement of the values that cuts dim `dim` of the indexed result; broadcast along it, they are whole."""
     num_places = num_dims - len(where.indexed) + len(where.shape)
-    own = place - (num_places - len(values_shape))
-    return _WHOLE if own < 0 or values_shape[own] != size else Shard(own)
+    values_dim = dim - (num_places - len(values_shape))
+    return _WHOLE if values_dim < 0 or values_shape[values_dim] != size else Shard(values_dim)
 
 
 def _masked(call: OpCall, indices: Sequence[torch.Tensor | None]) -> list[Signature]:
@@ -187,20 +189,20 @@ def localize_index_put(call: OpCall, propagation: Propagation) -> Compute:
     def compute(
         local: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        places, masks = list(indices), []
+        local_indices, masks = list(indices), []
         for dim in cut_dims:
-            given = places[dim]
-            assert given is not None
-            places[dim], is_here = owned(given, part, dim)
+            index = local_indices[dim]
+            assert index is not None
+            local_indices[dim], is_here = owned(index, part, dim)
             masks.append(is_here)
         # The places may be cut as well, where what is written adds up.
-        shape = torch.broadcast_shapes(*(place.shape for place in places if place is not None))
+        shape = torch.broadcast_shapes(*(local_index.shape for local_index in local_indices if local_index is not None))
         mask = reduce(and_, masks).expand(shape)
         rest = [size for dim, size in enumerate(local.shape) if dim in where.kept]
         full = [*rest[: where.start], *shape, *rest[where.start :]]
         # The entries in a row, and of those the ones that are this rank's.
         chosen = values.expand(full).movedim(index_dims, tuple(range(num_index_dims)))[mask].movedim(0, where.start)
-        rows = [None if place is None else place.expand(shape)[mask] for place in places]
+        rows = [None if local_index is None else local_index.expand(shape)[mask] for local_index in local_indices]
         written: torch.Tensor = call.op(local, rows, chosen, *args, **kwargs)
         return written
 

@@ -49,10 +49,10 @@ def localize(call: OpCall, propagation: Propagation) -> Compute:
         return call.op
     size, begin = part.local_shape[dim], part.local_offset[dim]
     if call.facts.name == "aten.select_scatter":
-        place = int(call.argument("index")) % part.shape[dim] - begin
+        local_index = int(call.argument("index")) % part.shape[dim] - begin
 
         def select_scatter(local: torch.Tensor, source: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-            return local.select_scatter(source, dim, place) if 0 <= place < size else local.clone()
+            return local.select_scatter(source, dim, local_index) if 0 <= local_index < size else local.clone()
 
         return select_scatter
     start, stop, step = slice(call.argument("start"), call.argument("end"), call.argument("step", 1)).indices(
@@ -68,8 +68,8 @@ def localize(call: OpCall, propagation: Propagation) -> Compute:
     def slice_scatter(local: torch.Tensor, source: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         if first >= last:
             return local.clone()
-        own = source.narrow(dim, first, last - first)
-        return local.slice_scatter(own, dim, local_start, local_stop, step)
+        values = source.narrow(dim, first, last - first)
+        return local.slice_scatter(values, dim, local_start, local_stop, step)
 
     return slice_scatter
 

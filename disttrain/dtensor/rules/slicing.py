@@ -23,9 +23,9 @@ from disttrain.dtensor.rules.dim_maps import (
     with_argument,
     without,
 )
+from disttrain.dtensor.spec.index_range import IndexRange
 from disttrain.dtensor.spec.layout import Spec
 from disttrain.dtensor.spec.placement import Replicate, Shard
-from disttrain.dtensor.spec.places import Places
 from disttrain.dtensor.views.view_copy import Fetch
 
 # Slices and splits: every result is a slice of the operand.
@@ -35,17 +35,17 @@ def _dim(call: OpCall) -> int:
     return dim_of(call, "dim", len(call.operand.shape))
 
 
-def _places(call: OpCall, size: int) -> Places:
-    return Places.of_slice(size, call.argument("start"), call.argument("end"), call.argument("step", 1))
+def _places(call: OpCall, size: int) -> IndexRange:
+    return IndexRange.of_slice(size, call.argument("start"), call.argument("end"), call.argument("step", 1))
 
 
-def _slices(call: OpCall) -> list[Places]:
+def _slices(call: OpCall) -> list[IndexRange]:
     """The places of the dim that each result has."""
     dim = _dim(call)
     if call.facts.name == "aten.slice":
         return [_places(call, call.operand.shape[dim])]
     sizes = [output.shape[dim] for output in call.outputs]
-    return [Places(begin, size) for begin, size in zip(accumulate(sizes, initial=0), sizes, strict=False)]
+    return [IndexRange(begin, size) for begin, size in zip(accumulate(sizes, initial=0), sizes, strict=False)]
 
 
 def _is_whole(call: OpCall, size: int) -> bool:
@@ -85,10 +85,10 @@ def _sliced_parts(call: OpCall, propagation: Propagation) -> Compute:
         return call.op
     dim = exchange.dim
     if exchange.is_local:
-        kept = exchange.own
+        local_slices = exchange.own
         if is_one:
-            return lambda part, *_, **__: elements(part, dim, kept[0])
-        return lambda part, *_, **__: [elements(part, dim, places) for places in kept]
+            return lambda part, *_, **__: elements(part, dim, local_slices[0])
+        return lambda part, *_, **__: [elements(part, dim, places) for places in local_slices]
     sizes = exchange.sizes
     if is_one:
         return lambda moved, *_, **__: moved.view_as(moved)

@@ -74,12 +74,12 @@ def logsumexp(call: OpCall) -> Sequence[Signature]:
     removed = reduced_dims(call)
     signatures = [all_replicated(call)]
     for dim in range(len(call.operand.shape)):
-        place: Placement = Replicate()
+        placement: Placement = Replicate()
         if dim not in removed:
-            place = Shard(dim if keeps_dims(call) else kept(dim, removed))
+            placement = Shard(dim if keeps_dims(call) else kept(dim, removed))
         elif call.operand.dtype.is_complex:
             continue
-        signatures.append(Signature.of((Shard(dim),), place))
+        signatures.append(Signature.of((Shard(dim),), placement))
     return signatures
 
 

@@ -10,9 +10,9 @@ import torch
 
 from disttrain.dtensor.redistribute.exchange import Exchange, sole_axis
 from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated
+from disttrain.dtensor.spec.index_range import IndexRange
 from disttrain.dtensor.spec.layout import Spec
 from disttrain.dtensor.spec.placement import NormPartial, Partial, Placement, Replicate, Shard
-from disttrain.dtensor.spec.places import Places
 
 
 def stack(call: OpCall) -> Sequence[Signature]:
@@ -31,8 +31,8 @@ def _partials(call: OpCall) -> list[Partial]:
     specs = [spec for spec in call.operands if spec is not None]
     if len(specs) < len(call.operands):
         return []  # every rank would count the plain scalar
-    present: list[Placement] = [place for spec in specs for place in spec.placements]
-    kinds = {place for place in present if isinstance(place, Partial)}
+    present: list[Placement] = [placement for spec in specs for placement in spec.placements]
+    kinds = {placement for placement in present if isinstance(placement, Partial)}
     # Any value is a sum, but only another norm is sure to be a norm: what is negative is none.
     return [
         kind
@@ -86,7 +86,7 @@ def _cat_parts(call: OpCall, propagation: Propagation) -> Compute:
     if axis is None:
         return call.op
     sizes = [spec.shape[dim] for spec in call.operands if spec is not None]
-    slices = [Places(begin, size) for begin, size in zip(accumulate(sizes, initial=0), sizes, strict=False)]
+    slices = [IndexRange(begin, size) for begin, size in zip(accumulate(sizes, initial=0), sizes, strict=False)]
     # What ranks have of the operands are slices of the result.
     exchange = Exchange(result.mesh, axis, dim, result.shape[dim], slices)
 

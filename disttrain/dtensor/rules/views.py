@@ -25,7 +25,7 @@ def _rank_of(call: OpCall) -> int:
 
 def _permute(call: OpCall) -> dict[int, int]:
     num_dims = _rank_of(call)
-    return {dim % num_dims: place for place, dim in enumerate(call.argument("dims", ()))}
+    return {dim % num_dims: position for position, dim in enumerate(call.argument("dims", ()))}
 
 
 def _transpose(call: OpCall) -> dict[int, int]:
@@ -91,7 +91,7 @@ def _unfold_backward(call: OpCall) -> dict[int, int]:
     num_dims = len(call.output_shape)
     # torch's own istft gives it a gradient that is to be broadcast.
     sizes = zip(call.operand.shape, call.output_shape, strict=False)
-    blocked = {dim for dim, (given, size) in enumerate(sizes) if given != size}
+    blocked = {dim for dim, (old_size, size) in enumerate(sizes) if old_size != size}
     return unchanged(num_dims, {*blocked, dim_of(call, "dim", num_dims)}) if num_dims else {}
 
 

@@ -21,7 +21,7 @@ def from_all_ranks(mesh: DeviceMesh, value: Any) -> list[Any]:
     for axis in reversed(range(mesh.ndim)):
         lists: list[Any] = [None] * mesh.shape[axis]
         all_gather_object(lists, values, group=mesh.get_group(axis))
-        values = [one for each in lists for one in each]
+        values = [item for each in lists for item in each]
     return values
 
 
@@ -32,14 +32,14 @@ def agreed_shape(local: torch.Tensor, layout: Layout, shape: Sequence[int] | Non
     Collective over the mesh.
     """
     mesh = layout.mesh
-    own = [list(local.shape), str(local.dtype), None if shape is None else list(shape)]
-    told = from_all_ranks(mesh, own)
+    brought = [list(local.shape), str(local.dtype), None if shape is None else list(shape)]
+    reports = from_all_ranks(mesh, brought)
     coordinates = list(itertools.product(*map(range, mesh.shape)))
-    parts = {coordinate: tuple(part) for coordinate, (part, _, _) in zip(coordinates, told, strict=True)}
-    for rank, (part, dtype, given) in zip(mesh.layout.ranks, told, strict=True):
-        first_part, first_dtype, first_given = told[0]
-        if dtype != first_dtype or given != first_given or len(part) != len(first_part):
-            raise _disagreement(layout, f"rank {rank} brings {_shown(part, dtype, given)}", _shown(*told[0]))
+    parts = {coordinate: tuple(part) for coordinate, (part, _, _) in zip(coordinates, reports, strict=True)}
+    for rank, (part, dtype, shape_given) in zip(mesh.layout.ranks, reports, strict=True):
+        first_part, first_dtype, first_given = reports[0]
+        if dtype != first_dtype or shape_given != first_given or len(part) != len(first_part):
+            raise _disagreement(layout, f"rank {rank} brings {_shown(part, dtype, shape_given)}", _shown(*reports[0]))
     whole = tuple(shape) if shape is not None else _sums(layout, parts)
     for rank, coordinate in zip(mesh.layout.ranks, coordinates, strict=True):
         expected = local_shape(whole, mesh.shape, coordinate, layout.placements)
@@ -65,20 +65,24 @@ def _sums(layout: Layout, parts: dict[tuple[int, ...], tuple[int, ...]]) -> tupl
     sizes = []
     for dim in range(len(next(iter(parts.values())))):
         axes = [axis for axis, placement in enumerate(layout.placements) if placement.cut_dim == dim]
-        along = [place for place in parts if all(place[axis] == 0 for axis in range(len(place)) if axis not in axes)]
-        sizes.append(sum(parts[place][dim] for place in along))
+        along = [
+            coordinate
+            for coordinate in parts
+            if all(coordinate[axis] == 0 for axis in range(len(coordinate)) if axis not in axes)
+        ]
+        sizes.append(sum(parts[coordinate][dim] for coordinate in along))
     return tuple(sizes)
 
 
-def _shown(part: Sequence[int], dtype: str, given: Sequence[int] | None) -> str:
-    of_whole = "" if given is None else f" of a whole of shape {tuple(given)}"
+def _shown(part: Sequence[int], dtype: str, shape_given: Sequence[int] | None) -> str:
+    of_whole = "" if shape_given is None else f" of a whole of shape {tuple(shape_given)}"
     return f"{dtype} of shape {tuple(part)}{of_whole}"
 
 
-def _disagreement(layout: Layout, found: str, expected: str) -> LayoutError:
+def _disagreement(layout: Layout, actual: str, expected: str) -> LayoutError:
     return LayoutError(
         "from_local",
-        f"{found}, where placements {list(layout.placements)} want {expected}.",
+        f"{actual}, where placements {list(layout.placements)} want {expected}.",
         "Give parts of one whole, cut as torch.chunk cuts.",
         rank=layout.mesh.get_rank(),
         where=str(layout.mesh.layout),

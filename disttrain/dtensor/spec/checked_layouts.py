@@ -36,8 +36,8 @@ def gradient_layout(operation: str, layout: Layout, placements: Sequence[Placeme
         return layout.with_placements(gradient_placements(layout.placements))
     wanted = checked_layout(operation, layout.mesh, placements, num_dims)
     if any(
-        one != other and (one.cut_dim is not None or other.cut_dim is not None)
-        for one, other in zip(wanted.placements, layout.placements, strict=True)
+        new != old and (new.cut_dim is not None or old.cut_dim is not None)
+        for new, old in zip(wanted.placements, layout.placements, strict=True)
     ):
         raise LayoutError(
             operation,

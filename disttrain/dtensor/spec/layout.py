@@ -53,17 +53,17 @@ class Layout:
 
     def __new__(cls, mesh: DeviceMesh, placements: Sequence[Placement]) -> Self:
         key = (mesh, tuple(placements))
-        found = _LAYOUTS.get(key)
-        if found is None:
-            found = super().__new__(cls)
-            found.mesh, found.placements = key
-            found.is_replicated = all(isinstance(placement, Replicate) for placement in found.placements)
-            found.has_partial = any(placement.is_partial() for placement in found.placements)
-            found.is_symbolic = any(type(num_blocks(placement)) is not int for placement in found.placements)
-            found.plans = {}
-            found._replicated = None
-            found = _LAYOUTS.setdefault(key, found)
-        return cast(Self, found)
+        layout = _LAYOUTS.get(key)
+        if layout is None:
+            layout = super().__new__(cls)
+            layout.mesh, layout.placements = key
+            layout.is_replicated = all(isinstance(placement, Replicate) for placement in layout.placements)
+            layout.has_partial = any(placement.is_partial() for placement in layout.placements)
+            layout.is_symbolic = any(type(num_blocks(placement)) is not int for placement in layout.placements)
+            layout.plans = {}
+            layout._replicated = None
+            layout = _LAYOUTS.setdefault(key, layout)
+        return cast(Self, layout)
 
     def with_placements(self, placements: Sequence[Placement]) -> Layout:
         return Layout(self.mesh, placements)
@@ -148,10 +148,10 @@ class Spec:
     def interned(cls, layout: Layout, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Self:
         """The one spec of these; there are no symbols among the sizes."""
         key = (layout, shape, stride, dtype)
-        found = _SPECS.get(key)
-        if found is None:
-            found = _SPECS.setdefault(key, cls._made(layout, shape, stride, dtype, is_symbolic=False))
-        return cast(Self, found)
+        spec = _SPECS.get(key)
+        if spec is None:
+            spec = _SPECS.setdefault(key, cls._made(layout, shape, stride, dtype, is_symbolic=False))
+        return cast(Self, spec)
 
     @classmethod
     def _made(
@@ -211,13 +211,13 @@ class Spec:
     def _found_form(self) -> tuple[Any, ...] | None:
         if self.is_symbolic or self.view_copy is not None:
             return None
-        left = list(self.shape)
+        sizes = list(self.shape)
         for num_pieces, placement in zip(self.mesh.shape, self.placements, strict=True):
             dim = placement.cut_dim
             if dim is not None:
-                if not left[dim] or left[dim] % (num_pieces * num_blocks(placement)):
+                if not sizes[dim] or sizes[dim] % (num_pieces * num_blocks(placement)):
                     return None
-                left[dim] //= num_pieces
+                sizes[dim] //= num_pieces
         is_contiguous = self.stride == contiguous_strides(self.shape)
         return (self.layout, self.dtype, is_contiguous, *[size == 1 for size in self.shape])
 

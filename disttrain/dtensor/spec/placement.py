@@ -132,10 +132,12 @@ def normalized(placements: Any, num_axes: int, num_dims: int) -> Placements:
     if placements is None:
         return (Replicate(),) * num_axes
     is_one = isinstance(placements, Placement) or not hasattr(placements, "__iter__")
-    given = (placements,) if is_one else tuple(placements)
-    if len(given) != num_axes:
-        raise ValueError(f"{len(given)} placements {given} are given for a mesh of {num_axes} axes; give one per axis")
-    return tuple(_checked(placement, num_dims) for placement in given)
+    entries = (placements,) if is_one else tuple(placements)
+    if len(entries) != num_axes:
+        raise ValueError(
+            f"{len(entries)} placements {entries} are given for a mesh of {num_axes} axes; give one per axis"
+        )
+    return tuple(_checked(placement, num_dims) for placement in entries)
 
 
 def converted(placement: Any) -> Any:
@@ -174,8 +176,8 @@ def _checked(placement: Any, num_dims: int) -> Placement:
         return replace(placement, dim=placement.dim % num_dims)
     if not isinstance(placement, Placement):
         kind = type(placement)
-        whose = f", but a {kind.__module__}.{kind.__qualname__}" if kind.__module__ != "builtins" else ""
-        raise ValueError(f"{placement!r} is not a placement{whose}; use Shard(dim), Replicate() or Partial()")
+        origin = f", but a {kind.__module__}.{kind.__qualname__}" if kind.__module__ != "builtins" else ""
+        raise ValueError(f"{placement!r} is not a placement{origin}; use Shard(dim), Replicate() or Partial()")
     return placement
 
 

@@ -84,16 +84,16 @@ def is_permuted(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def strides_of_whole(
-    shape: Sequence[int], told: Sequence[int], local_shape: Sequence[int], local_strides: Sequence[int]
+    shape: Sequence[int], expected: Sequence[int], local_shape: Sequence[int], local_strides: Sequence[int]
 ) -> tuple[int, ...]:
-    """Those of a tensor that a graph returns, of which a part lies as said last: as `told`, unless that cannot be.
+    """Those of a tensor that a graph returns, of which a part lies as said last: as `expected`, unless that cannot be.
 
     AOTAutograd of torch 2.11 reads them in the place of the sizes, where both are symbols. No elements share memory.
     """
     if tuple(local_shape) == tuple(shape):
         return tuple(local_strides)
-    if is_permuted(shape, told):
-        return tuple(told)
+    if is_permuted(shape, expected):
+        return tuple(expected)
     strides, step = [0] * len(shape), 1
     # Of dims that lie at one stride the part has one element in all but one; these are taken to be further out.
     for dim in sorted(range(len(shape)), key=lambda dim: (local_strides[dim], local_shape[dim] == 1, -dim)):

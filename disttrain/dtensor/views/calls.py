@@ -93,12 +93,12 @@ def _one_by_one(
     """An operator of lists on one element of each list at a time: what one is written to, the next may be a view of."""
     num_elements = len(args[0])
 
-    def at(place: int, value: Any) -> Any:
+    def at(index: int, value: Any) -> Any:
         has_elements = isinstance(value, list | tuple) or (isinstance(value, torch.Tensor) and value.ndim == 1)
-        return value[place : place + 1] if has_elements and len(value) == num_elements else value
+        return value[index : index + 1] if has_elements and len(value) == num_elements else value
 
-    for place in range(num_elements):
-        run(tuple(at(place, value) for value in args), {name: at(place, value) for name, value in kwargs.items()})
+    for index in range(num_elements):
+        run(tuple(at(index, value) for value in args), {name: at(index, value) for name, value in kwargs.items()})
         count_writes([tensor for tensor in written if not is_view_copy(tensor)])
 
 

@@ -87,14 +87,14 @@ def _owner_of(tensor: Any) -> torch.Tensor:
 
 
 def _kin_of(owner: Any) -> _Kin | None:
-    found: _Kin | None = vars(owner).get("_kin")
-    if found is None:
-        for kin in vars(owner._local_tensor.untyped_storage()).get("_kin", ()):
+    kin: _Kin | None = vars(owner).get("_kin")
+    if kin is None:
+        for candidate in vars(owner._local_tensor.untyped_storage()).get("_kin", ()):
             # Others may share the memory on this rank alone.
-            if any(are_counted_together(owner, counter) for counter in kin.counters):
-                found = vars(owner)["_kin"] = kin
+            if any(are_counted_together(owner, counter) for counter in candidate.counters):
+                kin = vars(owner)["_kin"] = candidate
                 break
-    return found
+    return kin
 
 
 def _new_kin(owner: Any) -> _Kin:

@@ -44,11 +44,11 @@ def write_changes(new: torch.Tensor, old: torch.Tensor, part: torch.Tensor) -> N
     if not part.numel():
         return
     changed = (_bits(new) != _bits(old)).view(*part.shape, -1).any(-1)
-    places = torch.zeros((), dtype=torch.int64, device=part.device)
+    offsets = torch.zeros((), dtype=torch.int64, device=part.device)
     for size, step in zip(part.shape, part.stride(), strict=True):
-        places = places[..., None] + torch.arange(size, device=part.device) * step
-    flat = part.as_strided((int(places.max()) + 1,), (1,))
-    flat[places[changed]] = new[changed]
+        offsets = offsets[..., None] + torch.arange(size, device=part.device) * step
+    flat = part.as_strided((int(offsets.max()) + 1,), (1,))
+    flat[offsets[changed]] = new[changed]
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:

@@ -61,10 +61,10 @@ class Axis:
         return {}
 
     def layout(self, placement: Placement) -> Layout:
-        found = self._layouts.get(placement)
-        if found is None:
-            found = self._layouts[placement] = Layout(self.mesh, (placement,))
-        return found
+        layout = self._layouts.get(placement)
+        if layout is None:
+            layout = self._layouts[placement] = Layout(self.mesh, (placement,))
+        return layout
 
     def spec(self, placement: Placement, shape: Sequence[int], dtype: torch.dtype) -> Spec:
         """Of a contiguous tensor of global `shape` that lies so on the axis."""

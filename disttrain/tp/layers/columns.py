@@ -83,8 +83,8 @@ class _Columns(torch.autograd.Function):
         ctx.plan = plan
         ctx.keeper, ctx.parameters = current_keeper(), parameters
         # What is given out or came as a DTensor is kept as that: its version tells whether it was written to.
-        kept = x if whole is part else whole if given_whole is None else given_whole
-        ctx.save_for_backward(kept, *parameters)
+        saved = x if whole is part else whole if given_whole is None else given_whole
+        ctx.save_for_backward(saved, *parameters)
         ctx.set_materialize_grads(False)
         given_out = [
             result if layer.output is None else DTensor(result, layer.output)
@@ -97,8 +97,8 @@ class _Columns(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         refuse_second_derivative("ColwiseParallel")
-        given = next((grad for grad in grads if grad is not None), None)
-        with nullcontext() if given is None else without_autocast(given.device):
+        first = next((grad for grad in grads if grad is not None), None)
+        with nullcontext() if first is None else without_autocast(first.device):
             return _Columns._grads(ctx, grads)
 
     @staticmethod
@@ -113,16 +113,18 @@ class _Columns(torch.autograd.Function):
             for grad, layer in zip(result_grads, plan.layers, strict=True)
         ]
         finish = _start_input_grad(plan, whole, whole_grad, flat, parameters) if needed[0] else None
-        found: list[torch.Tensor | None] = [None, None]
+        input_grads: list[torch.Tensor | None] = [None, None]
         rows = whole.flatten(0, -2)
-        for place, (layer, grad) in enumerate(zip(plan.layers, flat, strict=True)):
-            own = zip(ctx.parameters[2 * place :][:2], needed[2 * place + 2 :][:2], strict=True)
-            wanted = [parameter if grad is not None and is_needed else None for parameter, is_needed in own]
+        for index, (layer, grad) in enumerate(zip(plan.layers, flat, strict=True)):
+            layer_parameters = zip(ctx.parameters[2 * index :][:2], needed[2 * index + 2 :][:2], strict=True)
+            wanted = [
+                parameter if grad is not None and is_needed else None for parameter, is_needed in layer_parameters
+            ]
             compute = functools.partial(parameter_grads, layer.matrix, (layer.weight, layer.bias), wanted, rows, grad)
-            found += now_or_later(ctx.keeper, wanted, compute)
+            input_grads += now_or_later(ctx.keeper, wanted, compute)
         if finish is not None:
-            found[0] = finish()
-        return tuple(found)
+            input_grads[0] = finish()
+        return tuple(input_grads)
 
 
 def _start_input_grad(
@@ -133,12 +135,12 @@ def _start_input_grad(
     parameters: Sequence[Any],
 ) -> Finish:
     """Sum up what the layers give for the input, and begin to send it."""
-    given = [
+    terms = [
         (layer.matrix, grad, layer.weight.used(weight))
         for layer, grad, weight in zip(plan.layers, grads, parameters[::2], strict=True)
         if grad is not None
     ]
-    total = input_grad(*zip(*given, strict=True)).view(whole.shape) if given else whole.new_zeros(whole.shape)
+    total = input_grad(*zip(*terms, strict=True)).view(whole.shape) if terms else whole.new_zeros(whole.shape)
     axis, spec = plan.axis, plan.spec
     if whole_grad is not None:
         _add_term(total, whole_grad, axis)

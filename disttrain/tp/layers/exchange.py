@@ -21,16 +21,16 @@ class TermSum(Protocol):
         """Begin to send a term of the sum of group rank `target`. To each once, nearest after this rank first."""
         ...
 
-    def finish(self, own: torch.Tensor) -> torch.Tensor:
-        """This rank's sum, with its `own` term, which may lie apart along its first dim."""
+    def finish(self, term: torch.Tensor) -> torch.Tensor:
+        """This rank's sum, with its own `term`, which may lie apart along its first dim."""
         ...
 
 
 class Exchange(Protocol):
     """A way to exchange. All calls are collective."""
 
-    def gather(self, own: torch.Tensor, parts: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Fill `parts` (ranks, *own.shape) with all ranks' contiguous tensors like `own`.
+    def gather(self, part: torch.Tensor, parts: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Fill `parts` (ranks, *part.shape) with all ranks' contiguous tensors like `part`.
 
         Yields each rank with its part, when that may be used: this rank's first. All is there when the loop is over.
         """
@@ -51,8 +51,8 @@ def exchange_for(group: ProcessGroup, device: torch.device, wished: bool | None,
         return None
     if wished is None and (device.type != "cuda" or part_bytes < PAYS_FROM_BYTES):
         return None
-    found = peer_memory_of(group, device) if device.type == "cuda" else None
-    return Messages(group, device) if found is None and wished else found
+    memory = peer_memory_of(group, device) if device.type == "cuda" else None
+    return Messages(group, device) if memory is None and wished else memory
 
 
 class Messages:
@@ -61,19 +61,19 @@ class Messages:
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
 
-    def gather(self, own: torch.Tensor, parts: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    def gather(self, part: torch.Tensor, parts: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         rank, size = self._group.group_rank, self._group.group_size
         under_way = []
         for step in range(1, size):
             source, target = (rank + step) % size, (rank - step) % size
-            came = torch.empty_like(own)
-            under_way.append((source, came, _swap(self._group, own, target, came, source, step)))
-        yield rank, own
-        for source, came, works in under_way:
+            received = torch.empty_like(part)
+            under_way.append((source, received, _swap(self._group, part, target, received, source, step)))
+        yield rank, part
+        for source, received, works in under_way:
             _wait_for(works)
-            yield source, came
-            parts[source].copy_(came)
-        copy_blocks(parts[rank], own)
+            yield source, received
+            parts[source].copy_(received)
+        copy_blocks(parts[rank], part)
 
     def sum(self, shape: Sequence[int], dtype: torch.dtype) -> TermSum:
         return _MessageSum(self._group, self._device, shape, dtype)
@@ -91,10 +91,10 @@ class _MessageSum:
         source = (rank - step) % size
         self._works += _swap(self._group, term.contiguous(), target, self._terms[source], source, step)
 
-    def finish(self, own: torch.Tensor) -> torch.Tensor:
+    def finish(self, term: torch.Tensor) -> torch.Tensor:
         _wait_for(self._works)
         total = torch.empty_like(self._terms[0])
-        add_up(self._terms, self._group.group_rank, own, total)
+        add_up(self._terms, self._group.group_rank, term, total)
         return total
 
 

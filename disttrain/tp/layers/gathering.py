@@ -46,12 +46,12 @@ def gather_and_multiply(
     lead, rows, depth = math.prod(part.shape[:dim]), math.prod(part.shape[dim:-1]), part.shape[-1]
     whole = part.new_empty((*part.shape[:dim], part.shape[dim] * group.group_size, *part.shape[dim + 1 :]))
     parts = whole.view(lead, group.group_size, rows, depth).movedim(1, 0)
-    own = part.view(lead, rows, depth)
+    blocks = part.view(lead, rows, depth)
     widths = [weight.shape[matrix.out_dim] for matrix, weight in zip(matrices, weights, strict=True)]
     results = [part.new_empty((lead, group.group_size, rows, width)) for width in widths]
-    for source, here in how.exchange.gather(own, parts):
+    for source, block in how.exchange.gather(blocks, parts):
         for matrix, weight, bias, result in zip(matrices, weights, biases, results, strict=True):
-            multiply_into(result[:, source], here, matrix, weight, bias)
+            multiply_into(result[:, source], block, matrix, weight, bias)
     return whole, [result.view(*whole.shape[:-1], width) for result, width in zip(results, widths, strict=True)]
 
 

@@ -111,9 +111,9 @@ def _handle() -> torch.Tensor:
     return torch.zeros((), dtype=torch.int64)
 
 
-def _own(result: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+def _own(result: torch.Tensor, argument: torch.Tensor) -> torch.Tensor:
     """The result as a tensor of its own: an operator must not return its argument, which it would on one rank."""
-    return result.clone(memory_format=torch.contiguous_format) if result is given else result.contiguous()
+    return result.clone(memory_format=torch.contiguous_format) if result is argument else result.contiguous()
 
 
 def _gather_and_multiply(

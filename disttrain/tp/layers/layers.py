@@ -190,13 +190,16 @@ class RowLayer:
         whole_shape = None
         if _is_shard(self.input, x.ndim - 1, x.ndim):
             whole_shape = (*x.shape[:-1], weight.shape[self.matrix.in_dim])
-        given = as_dtensor(x, self.input, self.axis, whole_shape)
-        part, used = given.redistribute(placements=[Shard(x.ndim - 1)]).to_local(), self.weight.used_with_grad(weight)
+        laid_out = as_dtensor(x, self.input, self.axis, whole_shape)
+        part, used = (
+            laid_out.redistribute(placements=[Shard(x.ndim - 1)]).to_local(),
+            self.weight.used_with_grad(weight),
+        )
         dim = dim_in_graph(part, self.output, self.axis, is_whole=True)
         if dim is not None and not self.matrix.has_own_backward:
             wish = WISHES[self.overlap]
-            kept = row_in_graph(part, used, self.matrix.out_dim, dim, self.axis.group_name, wish)
-            result = DTensor.from_local(kept, self.axis.mesh, [self.output])
+            scattered = row_in_graph(part, used, self.matrix.out_dim, dim, self.axis.group_name, wish)
+            result = DTensor.from_local(scattered, self.axis.mesh, [self.output])
         else:
             term = self.matrix.times(part, used, None)
             result = DTensor.from_local(term, self.axis.mesh, [Partial()]).redistribute(placements=[self.output])
@@ -347,8 +350,8 @@ class ColumnLinear(Parallel):
         x = input if x is None else x
         assert x is not None
         if self._tp_shared is not None:
-            sharing, place = self._tp_shared
-            result = sharing.result_for(place, x)
+            sharing, index = self._tp_shared
+            result = sharing.result_for(index, x)
             if result is not None:
                 return self._tp.finished(result)
         return self._tp(x, self.weight, self.bias)

@@ -73,8 +73,8 @@ class _Row(torch.autograd.Function):
         x_grad = None
         if plan.cutting is not None:
             back = [Matrix(out_dim=plan.matrix.in_dim)] if needs_x else []
-            grad, found = gather_and_multiply(grad, plan.cutting, back, [used] * needs_x, [None] * needs_x)
-            x_grad = found[0] if needs_x else None
+            grad, products = gather_and_multiply(grad, plan.cutting, back, [used] * needs_x, [None] * needs_x)
+            x_grad = products[0] if needs_x else None
         flat = grad.flatten(0, -2)
         if needs_x:
             x_grad = plan.matrix.times_transposed(flat, used) if x_grad is None else x_grad

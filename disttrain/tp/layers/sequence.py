@@ -75,9 +75,9 @@ class SequenceNorm(Parallel):
         if x is None:
             x = kwargs.pop(state.input_name)
         if isinstance(x, DTensor):
-            given = as_dtensor(x, state.placement, state.axis).redistribute(placements=[state.placement])
-            shape, x = tuple(given.shape), given.to_local()
-        used = {name: TERM.used_with_grad(own) for name, own in self.named_parameters(recurse=False)}
+            laid_out = as_dtensor(x, state.placement, state.axis).redistribute(placements=[state.placement])
+            shape, x = tuple(laid_out.shape), laid_out.to_local()
+        used = {name: TERM.used_with_grad(parameter) for name, parameter in self.named_parameters(recurse=False)}
         with shown_as(self, used):
             part: torch.Tensor = super().forward(x, *args, **kwargs)
         if state.use_local_output and shape is None:

@@ -71,14 +71,14 @@ class Sharing:
         self._results = dict(enumerate(made[1:]))
         return made[0]
 
-    def result_for(self, place: int, x: torch.Tensor) -> torch.Tensor | None:
+    def result_for(self, index: int, x: torch.Tensor) -> torch.Tensor | None:
         """The result of the layer of this number for `x`, handed out once; None for another input.
 
         Nor within activation checkpointing that began since: it would multiply when it computes again.
         """
         if x is not self._whole:
             return None
-        result = self._results.pop(place, None)
+        result = self._results.pop(index, None)
         return result if self._saved_under == _saved_under() else None
 
     def release(self, module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -88,10 +88,10 @@ class Sharing:
         with a warning where it has been named. What activation checkpointing computes again, it may leave early; there
         is no output then.
         """
-        places, unasked = set(self._results), len(self._results)
+        indices, unasked = set(self._results), len(self._results)
         self._whole, self._results = None, {}
         if unasked and output is not None and self.names is None and not torch.compiler.is_compiling():
-            self._keep([layer for place, layer in enumerate(self._layers or ()) if place not in places])
+            self._keep([layer for index, layer in enumerate(self._layers or ()) if index not in indices])
         elif unasked and output is not None and not self._has_warned:
             self._has_warned = True
             warnings.warn(
@@ -133,8 +133,8 @@ class Sharing:
             # One input: of several that are gathered, the first.
             and layer._tp_shared is None
         ]
-        for place, layer in enumerate(layers):
-            layer._tp_shared = (self, place)
+        for index, layer in enumerate(layers):
+            layer._tp_shared = (self, index)
         self._layers = layers or None
 
     def _keep(self, layers: list[ColumnLinear]) -> None:
@@ -143,8 +143,8 @@ class Sharing:
             return
         for layer in self._layers or ():
             layer._tp_shared = None
-        for place, layer in enumerate(layers):
-            layer._tp_shared = (self, place)
+        for index, layer in enumerate(layers):
+            layer._tp_shared = (self, index)
         self._layers = layers
         self._plans.clear()
 

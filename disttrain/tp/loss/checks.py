@@ -38,8 +38,8 @@ def check_kinds(logits: object, target: object, weight: object, options: LossOpt
 
 def check_options(options: LossOptions, target: torch.Tensor, rank: int) -> None:
     if options.reduction not in _REDUCTIONS:
-        known = ", ".join(_REDUCTIONS)
-        raise ShapeError(NAME, f"there is no reduction {options.reduction!r}.", f"Known are {known}.", rank=rank)
+        reductions = ", ".join(_REDUCTIONS)
+        raise ShapeError(NAME, f"there is no reduction {options.reduction!r}.", f"Known are {reductions}.", rank=rank)
     if not 0.0 <= options.label_smoothing <= 1.0:
         raise ShapeError(
             NAME, f"label_smoothing is {options.label_smoothing}.", "Give a number from 0 to 1.", rank=rank

@@ -42,9 +42,9 @@ class _Mode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is F.cross_entropy:
-            given = _SIGNATURE.bind(*args, **kwargs or {})
-            given.apply_defaults()
-            loss = _parallel_loss(**given.arguments)
+            bound = _SIGNATURE.bind(*args, **kwargs or {})
+            bound.apply_defaults()
+            loss = _parallel_loss(**bound.arguments)
             if loss is not None:
                 return loss
         return func(*args, **kwargs or {})

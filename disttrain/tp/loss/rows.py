@@ -140,12 +140,12 @@ class _OfProbabilities(torch.autograd.Function):
         return cross_entropy_pieces.gradient_of_probabilities(logits, log_sums, total, wanted, grad, weight, ctx.terms)
 
 
-def _gathered(found: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+def _gathered(local: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """(ranks, statistics, rows)"""
     if group.group_size == 1:
-        return found.unsqueeze(0)
+        return local.unsqueeze(0)
     if is_traced():
-        return functional.all_gather_tensor(found.unsqueeze(0), 0, group)
-    of_ranks = found.new_empty((group.group_size, *found.shape))
-    all_gather_into_tensor(of_ranks, found, group=group)
+        return functional.all_gather_tensor(local.unsqueeze(0), 0, group)
+    of_ranks = local.new_empty((group.group_size, *local.shape))
+    all_gather_into_tensor(of_ranks, local, group=group)
     return of_ranks

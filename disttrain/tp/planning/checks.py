@@ -23,8 +23,8 @@ def check_plan(module: nn.Module, styles: Sequence[tuple[str, ParallelStyle]], a
     unknown = set()
     for name, style in styles:
         part = module.get_submodule(name)
-        found = style._cuts(part, axis)
-        if found is None:
+        own_cuts = style._cuts(part, axis)
+        if own_cuts is None:
             unknown.add(part)
         elif part in cuts:
             both = repr(name) if name == names[part] else f"{names[part]!r} and {name!r}, which are one module"
@@ -35,7 +35,7 @@ def check_plan(module: nn.Module, styles: Sequence[tuple[str, ParallelStyle]], a
                 rank=axis.world_rank,
             )
         else:
-            cuts[part], names[part] = found, name
+            cuts[part], names[part] = own_cuts, name
     _check_parameters(module, cuts, unknown, axis)
 
 

@@ -188,9 +188,9 @@ def _head_dim(module: nn.Module) -> int | None:
     """The size of a module's heads, by its attributes or its config's; None where these do not say."""
     for source in (module, getattr(module, "config", None)):
         for name in ("head_dim", "attention_head_size"):
-            found = getattr(source, name, None)
-            if isinstance(found, int):
-                return found
+            size_of_head = getattr(source, name, None)
+            if isinstance(size_of_head, int):
+                return size_of_head
         for name, size in (("num_attention_heads", "hidden_size"), ("n_head", "n_embd"), ("num_heads", "embed_dim")):
             heads, width = getattr(source, name, None), getattr(source, size, None)
             if isinstance(heads, int) and isinstance(width, int):

@@ -64,9 +64,13 @@ class ParallelPlan(dict[str, ParallelStyle]):
         total = self.wire_bytes(num_ranks, num_tokens, dtype)
         scale, unit = (1e6, "MB") if total >= 1e7 else (1e3, "KB")
         rows = [["module", "count", "cut", f"forward {unit}", f"backward {unit}"]]
-        known = {entry.name: self._sent(entry, num_ranks, num_tokens, dtype) for entry in self._known()}
+        sent_by_name = {entry.name: self._sent(entry, num_ranks, num_tokens, dtype) for entry in self._known()}
         for name in self:
-            sent = [f"{value / scale:.1f}" if value else "" for value in known[name]] if name in known else ["?", "?"]
+            sent = (
+                [f"{value / scale:.1f}" if value else "" for value in sent_by_name[name]]
+                if name in sent_by_name
+                else ["?", "?"]
+            )
             rows.append(self._row(name) + sent)
         text = _aligned(rows)
         text += f"\na rank of {num_ranks} sends {total / scale:.1f} {unit} in a step of {num_tokens} tokens ({dtype})"
@@ -132,12 +136,12 @@ def _described(style: ParallelStyle) -> str:
 
 
 def _aligned(rows: list[list[str]]) -> str:
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    numbers = {place for place, title in enumerate(rows[0]) if title == "count" or title.endswith((" KB", " MB"))}
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    numbers = {column for column, title in enumerate(rows[0]) if title == "count" or title.endswith((" KB", " MB"))}
     lines = [
         "  ".join(
-            cell.rjust(width) if place in numbers else cell.ljust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.rjust(width) if column in numbers else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     ]

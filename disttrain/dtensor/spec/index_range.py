@@ -1,4 +1,4 @@
-"""Places along a dim, evenly spaced: a range whose numbers may be a compiler's symbols.
+"""Indices along a dim, evenly spaced: a range whose numbers may be a compiler's symbols.
 
 A Python range asks for numbers, and a graph whose sizes have been asked for serves no others. Here sizes are compared,
 each comparison a condition of the graph, and computed with.
@@ -11,8 +11,8 @@ from typing import Self
 
 
 @dataclass(frozen=True)
-class Places:
-    """`length` ascending places from `start`, `step` apart."""
+class IndexRange:
+    """`length` ascending indices from `start`, `step` apart."""
 
     start: int
     length: int
@@ -27,24 +27,24 @@ class Places:
 
     @property
     def end(self) -> int:
-        """One past the last place; there is one."""
+        """One past the last index; there is one."""
         return self.start + (self.length - 1) * self.step + 1
 
-    def between(self, first: int, last: int) -> Places:
+    def between(self, first: int, last: int) -> IndexRange:
         """Those from the `first` up to but without the `last` of them."""
-        return Places(self.start + first * self.step, last - first, self.step)
+        return IndexRange(self.start + first * self.step, last - first, self.step)
 
-    def less(self, offset: int) -> Places:
-        """The same places, counted from `offset`."""
-        return Places(self.start - offset, self.length, self.step)
+    def less(self, offset: int) -> IndexRange:
+        """The same indices, counted from `offset`."""
+        return IndexRange(self.start - offset, self.length, self.step)
 
     def num_below(self, bound: int) -> int:
         """The number of them below `bound`."""
         return min(self.length, max(0, -((self.start - bound) // self.step)))
 
 
-def _within(size: int, place: int) -> int:
-    """A place from 0 up to `size`, where negative ones count from the end."""
-    if place < 0:
-        return max(0, place + size)
-    return min(size, place)
+def _within(size: int, index: int) -> int:
+    """An index from 0 up to `size`, where negative ones count from the end."""
+    if index < 0:
+        return max(0, index + size)
+    return min(size, index)
