@@ -31,14 +31,7 @@ def zeros(
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """A DTensor of global shape `size` with all elements 0. Default placements: Replicate."""
-    return full(
-        _shape(size),
-        0,
-        requires_grad=requires_grad,
-        dtype=_dtype(dtype),
-        device_mesh=device_mesh,
-        placements=placements,
-    )
+    return _filled("zeros", size, 0, dtype, device_mesh, placements, requires_grad)
 
 
 @as_one_call
@@ -50,14 +43,7 @@ def ones(
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """A DTensor of global shape `size` with all elements 1. Default placements: Replicate."""
-    return full(
-        _shape(size),
-        1,
-        requires_grad=requires_grad,
-        dtype=_dtype(dtype),
-        device_mesh=device_mesh,
-        placements=placements,
-    )
+    return _filled("ones", size, 1, dtype, device_mesh, placements, requires_grad)
 
 
 @as_one_call
@@ -84,15 +70,11 @@ def empty(
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """A DTensor of global shape `size` whose elements may be anything. Default placements: Replicate."""
-    return _made(
-        "empty",
-        size,
-        lambda spec, device: torch.empty(spec.local_shape, dtype=spec.dtype, device=device),
-        dtype,
-        device_mesh,
-        placements,
-        requires_grad,
-    )
+    return _made("empty", size, _empty, dtype, device_mesh, placements, requires_grad)
+
+
+def _empty(spec: Spec, device: torch.device) -> torch.Tensor:
+    return torch.empty(spec.local_shape, dtype=spec.dtype, device=device)
 
 
 @as_one_call
@@ -123,7 +105,7 @@ def _filled(
     operation: str,
     size: tuple[Any, ...],
     value: complex,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     mesh: DeviceMesh,
     placements: Sequence[Placement] | None,
     requires_grad: bool,

@@ -16,7 +16,7 @@ from disttrain.dtensor._torch import OpFacts, binding_of, change_wrapper
 from disttrain.dtensor.local_part import local_part
 from disttrain.dtensor.redistribute.local import redistribute_local
 from disttrain.dtensor.redistribute.many import Move, Moves
-from disttrain.dtensor.rules import Compute, OpCall, Propagation, Rule
+from disttrain.dtensor.rules import Compute, OpCall, Propagation, Rule, result_specs
 from disttrain.dtensor.spec.layout import Layout, Spec
 from disttrain.dtensor.views.view_copy import AS_CONTIGUOUS, Fetch, ViewCopy
 from disttrain.errors import LayoutError
@@ -33,10 +33,7 @@ def bind(wrap: Wrap, call: OpCall, rule: Rule, propagation: Propagation) -> Run:
     compute: Compute = call.op if rule.localize is None else rule.localize(call, propagation)
     if compute is call.op:
         compute = binding_of(call.op)
-    specs = [
-        Spec(layout, tuple(output.shape), tuple(output.stride()), output.dtype)
-        for layout, output in zip(propagation.results, call.outputs, strict=True)
-    ]
+    specs = result_specs(call, propagation)
     moves = [
         (index, spec, layout)
         for index, (spec, layout) in enumerate(zip(call.operands, propagation.operands, strict=True))
@@ -168,6 +165,11 @@ def _fetch(call: OpCall, rule: Rule, propagation: Propagation) -> Fetch | None:
     assert layout is not None
     if layout is spec.layout:
         return None
+    return redistributing(spec, layout)
+
+
+def redistributing(spec: Spec, layout: Layout) -> Fetch:
+    """The fetch of a view that needs its operand, which lies as `spec` says, laid out by `layout`."""
     moved = spec.with_layout(layout)
 
     def read(part: torch.Tensor) -> torch.Tensor:

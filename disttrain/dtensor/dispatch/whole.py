@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from disttrain.dtensor._torch import OpFacts, OpOverload, become
-from disttrain.dtensor.dispatch.call_plan import Wrap, replaced, written_tensors
+from disttrain.dtensor.dispatch.call_plan import Wrap, redistributing, replaced, written_tensors
 from disttrain.dtensor.dispatch.implicit import may_gather
 from disttrain.dtensor.draws import draw_part
 from disttrain.dtensor.redistribute.local import redistribute_local
@@ -17,7 +17,7 @@ from disttrain.dtensor.rules import OpCall
 from disttrain.dtensor.spec.layout import Layout, Spec
 from disttrain.dtensor.spec.shard_sizes import is_permuted
 from disttrain.dtensor.views.counted_places import check_begins_there, counts_from_start
-from disttrain.dtensor.views.view_copy import Fetch, ViewCopy, count_writes
+from disttrain.dtensor.views.view_copy import ViewCopy, count_writes
 from disttrain.errors import LayoutError
 
 _DRAWN = frozenset({"aten.normal_", "aten.uniform_"})
@@ -50,11 +50,11 @@ def run_whole(wrap: Wrap, op: OpOverload, call: OpCall, tensors: Sequence[Any]) 
     if counts_from_start(call.facts, call.arguments, call.keywords) and call.operands[0] is not None:
         check_begins_there(call.facts.name, tensors[0]._local_tensor, call.operands[0])
     if call.facts.changes_shape:
-        return _kept(call.facts, specs[0], call.arguments)
+        return _resized(call.facts, specs[0], call.arguments)
     if not all(spec.layout.is_replicated for spec in specs):
         _check_may_gather(call.facts, specs[0])
         if call.facts.is_view:
-            return _lent(wrap, op, call, tensors[0], specs[0])
+            return _view_of_whole(wrap, op, call, tensors[0], specs[0])
     written = {id(tensor) for tensor in written_tensors(call.facts, call.arguments, call.keywords)}
     if -1 in call.facts.mutated:
         _check_shares(call.facts, [tensor for tensor in tensors if id(tensor) in written], specs[0])
@@ -78,7 +78,7 @@ def run_whole(wrap: Wrap, op: OpOverload, call: OpCall, tensors: Sequence[Any]) 
     return _wrapped_wholes(wrap, call.facts, result, layout, stand_ins)
 
 
-def _kept(facts: OpFacts, spec: Spec, args: tuple[Any, ...]) -> Any:
+def _resized(facts: OpFacts, spec: Spec, args: tuple[Any, ...]) -> Any:
     """The tensor itself, for a resize to the size that it has."""
     size = args[1] if facts.name == "aten.resize_" else args[1].shape if facts.name == "aten.resize_as_" else None
     if size is not None and tuple(size) == spec.shape:
@@ -91,17 +91,11 @@ def _kept(facts: OpFacts, spec: Spec, args: tuple[Any, ...]) -> Any:
     )
 
 
-def _lent(wrap: Wrap, op: OpOverload, call: OpCall, tensor: Any, spec: Spec) -> Any:
+def _view_of_whole(wrap: Wrap, op: OpOverload, call: OpCall, tensor: Any, spec: Spec) -> Any:
     """A view, as a copy from the whole."""
     layout = spec.layout.replicated()
 
-    def read(part: torch.Tensor) -> torch.Tensor:
-        return redistribute_local(part, spec, layout)
-
-    def write(whole: torch.Tensor, part: torch.Tensor) -> None:
-        part.copy_(redistribute_local(whole, spec.with_layout(layout), spec.layout))
-
-    view_copy = ViewCopy(tensor, Fetch(read, write))
+    view_copy = ViewCopy(tensor, redistributing(spec, layout))
 
     def copied(part: torch.Tensor, spec: Spec) -> torch.Tensor:
         with torch.inference_mode(mode=tensor.is_inference()):

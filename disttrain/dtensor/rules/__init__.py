@@ -35,7 +35,7 @@ from disttrain.dtensor.rules import (
     together,
     views,
 )
-from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated
+from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated, result_specs
 
 __all__ = [
     "CUSTOM",
@@ -47,6 +47,7 @@ __all__ = [
     "all_replicated",
     "find_rule",
     "has_own_rule",
+    "result_specs",
 ]
 
 _RULES: dict[str, Rule] = {

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Signature, all_replicated
-from disttrain.dtensor.spec.layout import Layout, Spec
+from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Signature, all_replicated, result_specs
+from disttrain.dtensor.spec.layout import Spec
 from disttrain.dtensor.spec.placement import Partial, Placement, Replicate, Shard
 
 UNCUT = "."
@@ -130,15 +130,6 @@ def local_spec(call: OpCall, propagation: Propagation, name: str) -> Spec | None
     return None if spec is None or layout is None else spec.with_layout(layout)
 
 
-def local_outputs(call: OpCall, propagation: Propagation) -> list[Spec]:
-    """The specs of the results; their local shapes are those of this rank's parts."""
-    return [_output_spec(output, layout) for output, layout in zip(call.outputs, propagation.results, strict=True)]
-
-
-def _output_spec(output: torch.Tensor, layout: Layout) -> Spec:
-    return Spec(layout, tuple(output.shape), tuple(output.stride()), output.dtype)
-
-
 def zeros_where_empty(call: OpCall, propagation: Propagation) -> Compute:
     """Zeros for a rank with an empty part, which many kernels refuse: it has no share in any sum."""
     return guarded(call, propagation, call.op)
@@ -156,7 +147,7 @@ def guarded(call: OpCall, propagation: Propagation, compute: Compute) -> Compute
 
 def zeros(call: OpCall, propagation: Propagation) -> Compute:
     """Zeros of the results' shapes; nothing for gradients that nobody asked for, which have no shape."""
-    specs = local_outputs(call, propagation)
+    specs = result_specs(call, propagation)
     is_wanted = call.argument("output_mask", (True,) * len(specs))
 
     def run(*args: Any, **kwargs: Any) -> Any:

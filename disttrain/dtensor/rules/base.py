@@ -88,6 +88,14 @@ class Propagation:
     results: tuple[Layout, ...]
 
 
+def result_specs(call: OpCall, propagation: Propagation) -> list[Spec]:
+    """The specs of the results; their local shapes are those of this rank's parts."""
+    return [
+        Spec(layout, tuple(output.shape), tuple(output.stride()), output.dtype)
+        for output, layout in zip(call.outputs, propagation.results, strict=True)
+    ]
+
+
 Compute = Callable[..., Any]
 """Takes the call's arguments with this rank's parts in place of the DTensors; returns its parts of the results."""
 

@@ -12,13 +12,12 @@ from disttrain.dtensor.rules.axis_map import (
     AxisMap,
     aligned_letters,
     guarded,
-    local_outputs,
     operand_names,
     signatures_of,
     with_arguments,
     zeros_where_empty,
 )
-from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule
+from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, result_specs
 
 _LINEAR_ALGEBRA = (
     "_linalg_det",
@@ -195,7 +194,7 @@ def _is_linear(call: OpCall, name: str) -> bool:
 
 def _with_local_size(call: OpCall, propagation: Propagation) -> Compute:
     """The backward of an upsampling, which is told the size of its result."""
-    (result,) = local_outputs(call, propagation)
+    (result,) = result_specs(call, propagation)
     return guarded(call, propagation, with_arguments(call, {"input_size": list(result.local_shape)}))
 
 

@@ -9,14 +9,13 @@ import torch
 from disttrain.dtensor.rules.axis_map import (
     AxisMap,
     guarded,
-    local_outputs,
     local_spec,
     operand_called,
     signatures_of,
     with_arguments,
     zeros,
 )
-from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule
+from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, result_specs
 
 
 def convolution(call: OpCall) -> AxisMap | None:
@@ -45,7 +44,7 @@ def convolution(call: OpCall) -> AxisMap | None:
 
 
 def _forward(call: OpCall, propagation: Propagation) -> Compute:
-    (result,) = local_outputs(call, propagation)
+    (result,) = result_specs(call, propagation)
     if 0 in result.local_shape:
         # Which of torch's ways to compute takes sizes that leave nothing is a matter of the batch.
         return zeros(call, propagation)

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from disttrain.dtensor.redistribute.local import redistribute_local
-from disttrain.dtensor.rules.axis_map import local_outputs
-from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated
+from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated, result_specs
 from disttrain.dtensor.spec.placement import Partial, Shard
 
 
@@ -27,7 +26,7 @@ def dropout_backward(call: OpCall) -> list[Signature]:
 
 
 def _masked(call: OpCall, propagation: Propagation) -> Compute:
-    _, mask_spec = local_outputs(call, propagation)
+    _, mask_spec = result_specs(call, propagation)
     is_drawn = call.argument("train", True)
     if mask_spec.layout.is_replicated or not is_drawn:
         return call.op

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated
-from disttrain.dtensor.rules.parts import cutting_axes, gathered, kept, operand_part, result_part
+from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated, result_specs
+from disttrain.dtensor.rules.parts import cutting_axes, gathered, kept, operand_part
 from disttrain.dtensor.rules.reduction import keeps_dims, reduced_dims
 from disttrain.dtensor.spec.layout import Spec
 from disttrain.dtensor.spec.placement import Placement, Replicate, Shard
@@ -63,7 +63,7 @@ def localize(call: OpCall, propagation: Propagation) -> Compute:
 
 def _nothing(call: OpCall, propagation: Propagation) -> Compute:
     """For a part without rows, of which torch would warn that it has no degrees of freedom."""
-    parts = [result_part(call, propagation, index) for index in range(len(call.outputs))]
+    parts = result_specs(call, propagation)
 
     def compute(local: torch.Tensor, *_: Any, **__: Any) -> Any:
         made = tuple(local.new_empty(part.local_shape, dtype=part.dtype) for part in parts)

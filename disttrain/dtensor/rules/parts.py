@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 import torch
 
 from disttrain.dtensor.redistribute.transfers import all_gather, all_reduce
-from disttrain.dtensor.rules.base import OpCall, Propagation
+from disttrain.dtensor.rules.base import OpCall, Propagation, result_specs
 from disttrain.dtensor.spec.layout import Layout, Spec
 from disttrain.dtensor.spec.placement import Partial
 from disttrain.mesh import DeviceMesh
@@ -26,8 +26,7 @@ def operand_part(call: OpCall, propagation: Propagation, index: int) -> Spec:
 
 def result_part(call: OpCall, propagation: Propagation, index: int = 0) -> Spec:
     """Result `index` as it lies."""
-    output = call.outputs[index]
-    return Spec(propagation.results[index], tuple(output.shape), tuple(output.stride()), output.dtype)
+    return result_specs(call, propagation)[index]
 
 
 def cutting_axes(layout: Layout, dims: Collection[int]) -> tuple[int, ...]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated
-from disttrain.dtensor.rules.parts import highest, kept, lowest, operand_part, partials_of, result_part
+from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated, result_specs
+from disttrain.dtensor.rules.parts import highest, kept, lowest, operand_part, partials_of
 from disttrain.dtensor.spec.placement import NormPartial, Partial, Placement, Shard
 
 _SUM, _MAX, _MIN = Partial("sum"), Partial("max"), Partial("min")
@@ -155,7 +155,7 @@ def _taken(call: OpCall) -> list[Partial]:
 
 def _neutral(call: OpCall, propagation: Propagation) -> Compute:
     """Parts of results that change nothing, for a rank that has no elements to reduce."""
-    parts = [result_part(call, propagation, place) for place in range(len(call.outputs))]
+    parts = result_specs(call, propagation)
     values = [_neutral_value(kind, part.dtype) for kind, part in zip(_partials(call), parts, strict=True)]
 
     def compute(local: torch.Tensor, *_: Any, **__: Any) -> Any:

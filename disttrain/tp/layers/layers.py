@@ -88,10 +88,7 @@ class ColumnLayer:
             part = redistributed_part(x, self.input, self.axis)
             _, result = self.in_graph(part, dim, [self], [weight], [bias])
             return self.given_from_part(result, self.num_outputs(weight))
-        whole_shape = None
-        if _is_shard(self.input, x.ndim - 1, x.ndim):
-            whole_shape = (*x.shape[:-1], weight.shape[self.matrix.in_dim])
-        whole = as_dtensor(x, self.input, self.axis, whole_shape).redistribute(placements=[Replicate()])
+        whole = _input_of(self, x, weight).redistribute(placements=[Replicate()])
         local = whole.to_local(grad_placements=[Partial()])
         used_bias = None if bias is None else self.bias.used_with_grad(bias)
         part = self.matrix.times(local, self.weight.used_with_grad(weight), used_bias)
@@ -187,14 +184,8 @@ class RowLayer:
         return Row(self.axis, self.matrix, self.weight, self.bias, cutting, spec, output)
 
     def _the_long_way(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        whole_shape = None
-        if _is_shard(self.input, x.ndim - 1, x.ndim):
-            whole_shape = (*x.shape[:-1], weight.shape[self.matrix.in_dim])
-        laid_out = as_dtensor(x, self.input, self.axis, whole_shape)
-        part, used = (
-            laid_out.redistribute(placements=[Shard(x.ndim - 1)]).to_local(),
-            self.weight.used_with_grad(weight),
-        )
+        part = _input_of(self, x, weight).redistribute(placements=[Shard(x.ndim - 1)]).to_local()
+        used = self.weight.used_with_grad(weight)
         dim = dim_in_graph(part, self.output, self.axis, is_whole=True)
         if dim is not None and not self.matrix.has_own_backward:
             wish = WISHES[self.overlap]
@@ -206,6 +197,14 @@ class RowLayer:
         if bias is not None:
             result = cast(DTensor, result + bias.to(result.dtype))
         return given_out(result, self.output, self.use_local_output)
+
+
+def _input_of(layer: ColumnLayer | RowLayer, x: torch.Tensor, weight: torch.Tensor) -> DTensor:
+    """`x` as a DTensor. Where its last dim is cut, perhaps unevenly, the weight tells how large the whole's is."""
+    whole_shape = None
+    if _is_shard(layer.input, x.ndim - 1, x.ndim):
+        whole_shape = (*x.shape[:-1], weight.shape[layer.matrix.in_dim])
+    return as_dtensor(x, layer.input, layer.axis, whole_shape)
 
 
 def takes_the_long_way(x: torch.Tensor) -> bool:
