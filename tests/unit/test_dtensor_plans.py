@@ -80,6 +80,64 @@ def test_a_call_is_planned_once_and_not_again_for_other_sizes(monkeypatch: pytes
     assert planned.count("aten.mul") == 2 * (1 + 1 + 2)
 
 
+def test_a_new_call_has_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    keyed: list[str] = []
+    key_of_call = dispatch.key_of_call
+
+    def counted(op: Any, *rest: Any) -> Any:
+        keyed.append(op.name())
+        return key_of_call(op, *rest)
+
+    monkeypatch.setattr(dispatch, "key_of_call", counted)
+
+    def body() -> None:
+        mesh = disttrain.init_device_mesh("cpu", (1,))
+        x = distribute_tensor(numbers(7, 2), mesh, [Shard(0)], src_data_rank=None)
+        keyed.clear()
+        for _ in range(2):
+            torch.transpose(x, 0, 1)
+            torch.cat([x, x])
+            torch._foreach_neg([x, x])
+
+    run_threads(1, body)
+    assert keyed == 2 * ["aten::transpose.int", "aten::cat", "aten::_foreach_neg"]
+
+
+def test_lists_are_planned_once_even_where_something_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[str] = []
+    bind_lists = dispatch.bind_lists
+
+    def counted(wrap: Any, op: Any, *rest: Any) -> Any:
+        planned.append(op.name())
+        return bind_lists(wrap, op, *rest)
+
+    monkeypatch.setattr(dispatch, "bind_lists", counted)
+
+    def body() -> None:
+        mesh = disttrain.init_device_mesh("cpu", (2,))
+        wholes = [numbers(5, 2) + 1, numbers(3) + 2, numbers() + 3]
+        sharded = [
+            distribute_tensor(whole, mesh, [Shard(0) if whole.ndim else Replicate()], src_data_rank=None)
+            for whole in wholes
+        ]
+        partial = [DTensor.from_local(whole / 2, mesh, [Partial()]) for whole in wholes]
+        replicated = [distribute_tensor(whole, mesh, [Replicate()], src_data_rank=None) for whole in wholes]
+        for factor in (1.0, 2.0, 3.0):
+            for others in (sharded, partial, replicated):
+                scaled = torch._foreach_mul(others, factor)
+                torch._foreach_add_(scaled, others, alpha=factor)
+                for tensor, whole in zip(torch._foreach_add(scaled, replicated), wholes, strict=True):
+                    torch.testing.assert_close(tensor.full_tensor(), (2 * factor + 1) * whole)
+        for order in (2.0, 1.0, float("inf"), 2.0):
+            norms = torch._foreach_norm(sharded, order)
+            for norm, whole in zip(norms, wholes, strict=True):
+                torch.testing.assert_close(norm.full_tensor(), torch.linalg.vector_norm(whole, order))
+
+    run_threads(2, body)
+    assert planned.count("aten::_foreach_mul.Scalar") == 2 * 3
+    assert planned.count("aten::_foreach_add_.List") == 2 * 3
+
+
 def test_a_plan_for_one_order_is_not_taken_for_another() -> None:
     def body() -> None:
         mesh = disttrain.init_device_mesh("cpu", (2,))
