@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from itertools import product
 
 from disttrain.pipelining.checks.problem import Problem
 from disttrain.pipelining.schedule.action import MESSAGES, Action, Op
+from disttrain.pipelining.schedule.dependencies import sends_of
 from disttrain.pipelining.schedule.schedule import Schedule
 
 
@@ -19,13 +21,9 @@ def check_messages(schedule: Schedule) -> Iterator[Problem]:
 
 def messages_needed(schedule: Schedule) -> Iterator[Action]:
     """The sends of a complete schedule."""
-    for stage in range(schedule.num_stages):
-        for microbatch in range(schedule.num_microbatches):
-            for target in schedule.elsewhere(stage, schedule.targets[stage]):
-                yield Action(Op.SEND_F, stage, microbatch, target)
-            if schedule.has_backward:
-                for source in schedule.elsewhere(stage, schedule.sources[stage]):
-                    yield Action(Op.SEND_B, stage, microbatch, source)
+    computed = (Op.FORWARD, Op.BACKWARD_INPUT) if schedule.has_backward else (Op.FORWARD,)
+    for stage, microbatch, op in product(range(schedule.num_stages), range(schedule.num_microbatches), computed):
+        yield from sends_of(schedule, Action(op, stage, microbatch))
     if schedule.has_backward:
         for stage, peer in schedule.wiring.tied_pairs:
             if schedule.placement.ranks[stage] != schedule.placement.ranks[peer]:

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from disttrain.errors import ScheduleError
-from disttrain.pipelining.schedule.action import INPUT_GRADIENTS, WEIGHT_GRADIENTS, Action, Op
+from disttrain.pipelining.schedule.action import WEIGHT_GRADIENTS, Action, Op
 from disttrain.pipelining.schedule.costs import Costs
+from disttrain.pipelining.schedule.dependencies import sends_of
 from disttrain.pipelining.schedule.schedule import Schedule
 from disttrain.pipelining.schedule.simulator import simulate
 from disttrain.pipelining.schedule.timeline import Timeline
@@ -65,7 +66,7 @@ def _messages(schedule: Schedule, timeline: Timeline) -> Iterator[_Message]:
             for part in span.action.parts:
                 if part.op in WEIGHT_GRADIENTS:
                     complete_s[part.stage] = span.end_s
-                for send in _sends(schedule, part):
+                for send in sends_of(schedule, part):
                     yield _message(span.end_s, send)
     home = schedule.placement.ranks
     for stage, peer in schedule.wiring.tied_pairs if schedule.has_backward else ():
@@ -77,15 +78,6 @@ def _messages(schedule: Schedule, timeline: Timeline) -> Iterator[_Message]:
 def _message(ready_s: float, send: Action) -> _Message:
     assert send.peer is not None
     return _Message(ready_s, (send.stage, abs(send.stage - send.peer)), send)
-
-
-def _sends(schedule: Schedule, part: Action) -> Iterator[Action]:
-    if part.op is Op.FORWARD:
-        for target in schedule.elsewhere(part.stage, schedule.targets[part.stage]):
-            yield Action(Op.SEND_F, part.stage, part.microbatch, target)
-    elif part.op in INPUT_GRADIENTS:
-        for source in schedule.elsewhere(part.stage, schedule.sources[part.stage]):
-            yield Action(Op.SEND_B, part.stage, part.microbatch, source)
 
 
 def _insert(schedule: Schedule, rank: int, slots: dict[int, list[Action]], timeline: Timeline) -> list[Action]:

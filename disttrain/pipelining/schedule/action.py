@@ -42,7 +42,7 @@ MESSAGES = SENDS | RECEIVES
 OF_ONE_STAGE = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})  # once for all microbatches
 TIED = frozenset({Op.SEND_TIED, Op.RECV_TIED})
 
-_OTHER_END = {
+OTHER_END = {
     Op.SEND_F: Op.RECV_F,
     Op.RECV_F: Op.SEND_F,
     Op.SEND_B: Op.RECV_B,
@@ -85,7 +85,7 @@ class Action(NamedTuple):
     def other_end(self) -> Action:
         """The receive of this send, or the send of this receive."""
         assert self.peer is not None
-        return Action(_OTHER_END[self.op], self.peer, self.microbatch, self.stage)
+        return Action(OTHER_END[self.op], self.peer, self.microbatch, self.stage)
 
 
 def parse_action(text: str) -> Action:

@@ -1,12 +1,16 @@
-"""What a rank holds at most between forwards and backwards. Only the order of its actions decides, not their times."""
+"""What a rank holds between forwards and backwards. Only the order of its actions decides, not their times."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from disttrain.pipelining.schedule.action import Action, Op
-from disttrain.pipelining.schedule.costs import Costs, at
+from disttrain.pipelining.schedule.costs import Costs, PerStage, at
 from disttrain.pipelining.schedule.schedule import Schedule
+
+# By how many forwards without their backward, and I without their W, there are more.
+_CHANGES = {Op.FORWARD: (1, 0), Op.BACKWARD: (-1, 0), Op.BACKWARD_INPUT: (-1, 1), Op.BACKWARD_WEIGHT: (0, -1)}
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,42 @@ class Peak:
     num_bytes: float
 
 
+class KeptActivations:
+    """What one rank keeps for backwards to come: `live` of forwards, `pending` of I. It grows and shrinks by parts of
+    actions, each by what is kept for its stage."""
+
+    def __init__(self, live_each: PerStage = 1, pending_each: PerStage = 1) -> None:
+        self.live: float = 0
+        self.pending: float = 0
+        self._each = live_each, pending_each
+
+    @property
+    def num_bytes(self) -> float:
+        """Both together."""
+        return self.live + self.pending
+
+    def add(self, part: Action) -> None:
+        """The part has begun, if it is a forward, or else ended."""
+        live, pending = _CHANGES.get(part.op, (0, 0))
+        if live:
+            self.live += live * at(self._each[0], part.stage)
+        if pending:
+            self.pending += pending * at(self._each[1], part.stage)
+
+    def moments(self, actions: Iterable[Action]) -> Iterator[tuple[Action | None, float, float]]:
+        """Each action with what is live and pending while it runs, then None with what is after it."""
+        for action in actions:
+            # An OVERLAP's forwards have started before its backwards let go of anything.
+            for part in action.parts:
+                if part.op is Op.FORWARD:
+                    self.add(part)
+            yield action, self.live, self.pending
+            for part in action.parts:
+                if part.op is not Op.FORWARD:
+                    self.add(part)
+            yield None, self.live, self.pending
+
+
 def peaks(schedule: Schedule, costs: Costs | None = None) -> tuple[Peak, ...]:
     """The peak of each rank. Schedules without backward hold nothing."""
     if not schedule.has_backward:
@@ -33,28 +73,11 @@ def peaks(schedule: Schedule, costs: Costs | None = None) -> tuple[Peak, ...]:
 
 
 def _peak(actions: tuple[Action, ...], costs: Costs) -> Peak:
-    live = pending = 0
-    held_bytes: float = 0
-    most_live = most_pending = most_held = 0
-    most_bytes: float = 0
-    for action in actions:
-        # An OVERLAP's forwards have started before its backwards let go of anything.
-        for part in action.parts:
-            if part.op is Op.FORWARD:
-                live += 1
-                held_bytes += at(costs.live_bytes, part.stage)
-        most_live, most_held = max(most_live, live), max(most_held, live + pending)
-        most_bytes = max(most_bytes, held_bytes)
-        for part in action.parts:
-            match part.op:
-                case Op.BACKWARD:
-                    live -= 1
-                    held_bytes -= at(costs.live_bytes, part.stage)
-                case Op.BACKWARD_INPUT:
-                    live, pending = live - 1, pending + 1
-                    held_bytes += at(costs.pending_bytes, part.stage) - at(costs.live_bytes, part.stage)
-                case Op.BACKWARD_WEIGHT:
-                    pending -= 1
-                    held_bytes -= at(costs.pending_bytes, part.stage)
-        most_pending, most_bytes = max(most_pending, pending), max(most_bytes, held_bytes)
-    return Peak(most_live, most_pending, most_held, most_bytes)
+    counts = [(0, 0), *((int(live), int(pending)) for _, live, pending in KeptActivations().moments(actions))]
+    in_bytes = KeptActivations(costs.live_bytes, costs.pending_bytes).moments(actions)
+    return Peak(
+        live=max(live for live, _ in counts),
+        pending=max(pending for _, pending in counts),
+        held=max(live + pending for live, pending in counts),
+        num_bytes=max((live + pending for _, live, pending in in_bytes), default=0),
+    )

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from disttrain.pipelining.schedule.action import Action
-from disttrain.pipelining.schedule.liveness import Peak
+from disttrain.pipelining.schedule.costs import Costs
+from disttrain.pipelining.schedule.liveness import Peak, peaks
 from disttrain.pipelining.schedule.schedule import Schedule
 
 
@@ -34,13 +35,18 @@ class Transfer:
 @dataclass(frozen=True)
 class Timeline:
     """Args: compute  spans of each rank, in order;  collectives  the same for unsharding and reductions;  transfers  in
-    the order of their starts;  peaks  what each rank holds at most."""
+    the order of their starts, and then of ranks."""
 
     schedule: Schedule
+    costs: Costs = field(repr=False)
     compute: tuple[tuple[Span, ...], ...] = field(repr=False)
     collectives: tuple[tuple[Span, ...], ...] = field(repr=False)
     transfers: tuple[Transfer, ...] = field(repr=False)
-    peaks: tuple[Peak, ...]
+
+    @cached_property
+    def peaks(self) -> tuple[Peak, ...]:
+        """The most that each rank holds."""
+        return peaks(self.schedule, self.costs)
 
     @cached_property
     def makespan_s(self) -> float:

@@ -53,7 +53,7 @@ def blocks(num_ranks: int, num_microbatches: int, max_hop: int = 3) -> Iterator[
             offsets = [_offsets(num_ranks, rank, hops, turn) for rank in range(num_ranks)]
             if all(len({offset % PERIOD for offset in block}) == len(block) for block in offsets):
                 yield [
-                    list(overlay(stages, block, num_microbatches))
+                    overlay(stages, block, num_microbatches)
                     for stages, block in zip(placement.stages, offsets, strict=True)
                 ]
                 break

@@ -12,12 +12,12 @@ from disttrain.pipelining.passes.merge_backward import merge_backward
 from disttrain.pipelining.schedule.action import Action
 from disttrain.pipelining.schedule.catalogue import RECIPES
 from disttrain.pipelining.schedule.costs import Costs
+from disttrain.pipelining.schedule.fill_weights import Filled, fill_weights, skeleton
 from disttrain.pipelining.schedule.placement import Placement
 from disttrain.pipelining.schedule.schedule import Schedule
 from disttrain.pipelining.schedule.simulator import simulate
 from disttrain.pipelining.schedule.timeline import Timeline
 from disttrain.pipelining.searching.families import blocks, warmups
-from disttrain.pipelining.searching.fill_weights import Filled, fill_weights, skeleton
 
 _NUM_FINALISTS = 4
 _PATIENCE = (0.25, 0.5, 1.0)

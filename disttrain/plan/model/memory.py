@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 
 from disttrain.pipelining.schedule.action import Op
+from disttrain.pipelining.schedule.liveness import KeptActivations
 from disttrain.pipelining.schedule.schedule import Schedule
 from disttrain.plan.job import Choice, Job
 from disttrain.plan.model.activations import Kept, kept_of
@@ -223,25 +224,12 @@ def profiles(name: str, num_ranks: int, num_microbatches: int, num_blocks: tuple
 def _profile(schedule: Schedule, num_blocks: tuple[int, ...], rank: int) -> list[_Moment]:
     """Numbers of blocks on one rank that are kept between forward and backward, and between the two halves of backward,
     and 1 where the loss is computed or differentiated: of all moments those that no other exceeds in all three."""
-    live = pending = 0
     last = schedule.num_stages - 1
     seen = {(0, 0, 0)}
-    for action in schedule.ranks[rank]:
-        for part in action.parts:
-            if part.op is Op.FORWARD:
-                live += num_blocks[part.stage]
-        has_loss = any(part.stage == last and part.op is not Op.BACKWARD_WEIGHT for part in action.parts)
-        seen |= {(live, pending, 0), (live, pending, int(has_loss))}
-        for part in action.parts:
-            blocks = num_blocks[part.stage]
-            match part.op:
-                case Op.BACKWARD:
-                    live -= blocks
-                case Op.BACKWARD_INPUT:
-                    live, pending = live - blocks, pending + blocks
-                case Op.BACKWARD_WEIGHT:
-                    pending -= blocks
-        seen.add((live, pending, 0))
+    for action, live, pending in KeptActivations(num_blocks, num_blocks).moments(schedule.ranks[rank]):
+        parts = () if action is None else action.parts
+        has_loss = any(part.stage == last and part.op is not Op.BACKWARD_WEIGHT for part in parts)
+        seen |= {(int(live), int(pending), 0), (int(live), int(pending), int(has_loss))}
     return [one for one in seen if not any(_exceeds(other, one) for other in seen)]
 
 
