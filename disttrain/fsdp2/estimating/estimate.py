@@ -229,7 +229,7 @@ def _summed_up(root: ShardState, sizing: Sizing, step: Rehearsal, optimizer: Opt
         host_bytes=on_host.parameters + on_host.gradients + on_host.optimizer,
         resting_bytes=held.parameters + held.optimizer + buffers_bytes - on_host.parameters - on_host.optimizer,
         peak=Peak(step.peak.when, by_kind),
-        traffic=_traffic(step.messages),
+        traffic=_traffic(sum(step.messages, Counter())),
         transfers_text=_in_words(sizing.plan),
     )
 

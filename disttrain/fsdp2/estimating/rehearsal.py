@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from disttrain.fsdp2.estimating.values import (
@@ -27,9 +27,12 @@ from disttrain.fsdp2.estimating.values import (
 from disttrain.fsdp2.machine import commands as do
 from disttrain.fsdp2.machine.group import Bundle, Group, Status
 from disttrain.fsdp2.machine.model import Model
-from disttrain.fsdp2.machine.unit import backward_leaves, gradient_is_ready
-from disttrain.fsdp2.transfers.collectives import ALIGNMENT_BYTES
-from disttrain.fsdp2.transfers.forms import reduces_in_place
+from disttrain.fsdp2.machine.schedule import finish_all, reduce_all, reshard_all, set_scheduled, unshard_all
+from disttrain.fsdp2.machine.unit import backward_leaves, gradient_is_ready, wait_for_unshard
+from disttrain.fsdp2.transfers.forms import ALIGNMENT_BYTES, reduces_in_place
+
+LOSS, STEADY, REDUCTIONS, REDUCED_ALL = "the loss", "the steady phase", "the reductions", "after the reductions"
+"""Stretches of a step that have a name of their own."""
 
 Parts = Sequence[tuple[GroupSizes, Sequence[ParamSizes]]]
 
@@ -57,14 +60,17 @@ class Rehearsal:
     """A step of `root`; `has_streams` on CUDA; `bundles` are what goes over the wire together."""
 
     def __init__(self, root: SizedModule, bundles: Sequence[Bundle] = (), *, has_streams: bool) -> None:
-        self.peak = Peak("", {})
-        self.messages: Counter[Message] = Counter()
+        self.stretches: list[Peak] = []
+        """The peak of each stretch of the step, in their order."""
+        self.messages: list[Counter[Message]] = []
+        """What each microbatch sends."""
         self._root = root
         self._has_streams = has_streams
         self._gathering: dict[Group, _Gathering] = {}
         self._memory: Counter[str] = Counter()
         self._total = 0
-        self._when = ""
+        self._most = 0
+        self._num_kept = 0
         self._copied_out = 0
         self._reducing: list[_Reduction] = []
         in_order = list(root.modules())
@@ -83,19 +89,55 @@ class Rehearsal:
             do.Settle: self._release_gathered,
         }
 
+    @property
+    def peak(self) -> Peak:
+        """The fullest moment of the step."""
+        return max((Peak("", {}), *self.stretches), key=lambda stretch: stretch.num_bytes)
+
     def run(self, num_microbatches: int, *, reduces_each: bool) -> None:
-        """Go through the step; `peak` and `messages` have what it takes. Gradients are reduced after each microbatch,
-        or after the last."""
+        """Go through the step. Gradients are reduced after each microbatch, or after the last."""
         for microbatch in range(num_microbatches):
+            self.messages.append(Counter())
             for unit in self._model.units:
                 unit.reduces = reduces_each or microbatch + 1 == num_microbatches
             self._carry_out(self._model.iteration_begins(()))
             self._forward(self._root)
+            self._begin(LOSS)
             self._carry_out(self._model.backward_begins())
             self._backward(self._root)
             self._carry_out(self._model.backward_ends())
-            for param in (param for group in self._model.groups for param in sizes_of(group).params):
+            for param in self._params():
                 param.num_seen = 0
+
+    def run_scheduled(self) -> None:
+        """Go through a step of which a schedule decides: all is gathered, gradients of many microbatches are summed up
+        in the dtype of their reduction, and reduced in the end."""
+        units = self._model.units
+        self.messages.append(Counter())
+        self._begin("the gathers")
+        for unit in units:
+            self._carry_out(set_scheduled(unit, is_scheduled=True))
+        self._carry_out(unshard_all(units))
+        for unit in units:
+            self._carry_out(wait_for_unshard(unit))
+        self._release_gathered()
+        for param in self._params():
+            param.has_kept_gradient = param.is_trained
+            self._add(UNSHARDED_GRADIENTS, param.kept_bytes * param.is_trained)
+        self._begin(STEADY)
+        self._begin(REDUCTIONS)
+        self._carry_out(reduce_all(self._model, units, 1.0))
+        self._begin(REDUCED_ALL)
+        self._carry_out(finish_all())
+        self._carry_out(reshard_all(units))
+
+    def _params(self) -> list[ParamSizes]:
+        return [param for group in self._model.groups for param in sizes_of(group).params]
+
+    def _begin(self, when: str, *, is_backward: bool = False) -> None:
+        """Another stretch of the step."""
+        self._most = self._total
+        self.stretches.append(Peak(when, dict(self._memory), self._num_kept, is_backward))
 
     def _carry_out(self, commands: do.Commands) -> None:
         for command in commands:
@@ -103,7 +145,8 @@ class Rehearsal:
                 self._handlers[type(command)](*command)
 
     def _forward(self, module: SizedModule) -> None:
-        self._when = f"the forward of {module.name}"
+        self._num_kept += module is not self._root
+        self._begin(f"the forward of {module.name}")
         self._carry_out(self._model.forward_begins(module.unit))
         for part in module.body:
             if isinstance(part, SizedModule):
@@ -112,16 +155,18 @@ class Rehearsal:
         self._carry_out(self._model.forward_ends(module.unit))
 
     def _backward(self, module: SizedModule) -> None:
-        self._when = f"the backward of {module.name}"
+        is_below = module is not self._root
+        self._begin(f"the backward of {module.name}", is_backward=is_below)
         self._carry_out(self._model.gradient_reaches(module.unit))
         self._carry_out(self._model.backward_enters(module.unit))
         for part in reversed(module.body):
             if isinstance(part, SizedModule):
                 self._backward(part)
+                self._begin(f"the backward of {module.name}", is_backward=is_below)
             else:
-                self._when = f"the backward of {module.name}"
                 self._differentiate(module, *part)
         self._carry_out(backward_leaves(module.unit))
+        self._num_kept -= is_below
 
     def _differentiate(self, module: SizedModule, group: Group, param: ParamSizes) -> None:
         """The backward of one use of a parameter leaves a gradient; those of several uses are added up."""
@@ -270,13 +315,15 @@ class Rehearsal:
 
     def _send(self, operation: str, num_ranks: int, num_bytes: int, num_collectives: int = 1) -> None:
         """In a ring each rank hands on all that passes it but one rank's part."""
-        self.messages[Message(operation, num_ranks, num_bytes * (num_ranks - 1) // num_ranks, num_collectives)] += 1
+        message = Message(operation, num_ranks, num_bytes * (num_ranks - 1) // num_ranks, num_collectives)
+        self.messages[-1][message] += 1
 
     def _add(self, kind: str, num_bytes: int) -> None:
         self._memory[kind] += num_bytes
         self._total += num_bytes
-        if self._total > self.peak.num_bytes:
-            self.peak = Peak(self._when, dict(self._memory))
+        if self._total > self._most:
+            self._most = self._total
+            self.stretches[-1] = replace(self.stretches[-1], by_kind=dict(self._memory))
 
     def _drop(self, kind: str, num_bytes: int) -> None:
         self._memory[kind] -= num_bytes

@@ -92,10 +92,16 @@ class SizedModule:
 
 @dataclass(frozen=True)
 class Peak:
-    """The largest sum of what comes and goes during a step: `when`, and bytes by kind."""
+    """The largest sum of what comes and goes during a step, or a stretch of it: `when`, and bytes by kind.
+
+    `num_kept`: modules below the root that have begun their forward and not ended their backward, and so keep
+    activations; `is_backward`: the last of these is in its backward.
+    """
 
     when: str
     by_kind: dict[str, int]
+    num_kept: int = 0
+    is_backward: bool = False
 
     @property
     def num_bytes(self) -> int:

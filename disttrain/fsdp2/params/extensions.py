@@ -34,7 +34,8 @@ from disttrain.fsdp2.faults.stale_graphs import versions
 from disttrain.fsdp2.params.param import Owner, ShardedParam
 from disttrain.fsdp2.params.param_group import ParamGroup
 from disttrain.fsdp2.params.unsharded import UnshardedParams, wrapped
-from disttrain.fsdp2.transfers.collectives import ALIGNMENT_BYTES, as_bytes
+from disttrain.fsdp2.transfers.collectives import as_bytes
+from disttrain.fsdp2.transfers.forms import ALIGNMENT_BYTES
 
 
 def has_gather_hooks(fqn: str, parameter: torch.Tensor, owners: Sequence[Owner], dim: int, rank: int) -> bool:

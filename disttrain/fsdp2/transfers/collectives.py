@@ -11,6 +11,7 @@ import torch
 from disttrain.fsdp2._torch import chunk_cat
 from disttrain.fsdp2.params.flat import FlatPlan, FlatSlot
 from disttrain.fsdp2.params.sharding import Sharding
+from disttrain.fsdp2.transfers.forms import ALIGNMENT_BYTES
 from disttrain.fsdp2.transfers.streams import CommStreams
 from disttrain.kernels.copies.operator import copy_all
 from disttrain.process_group import (
@@ -23,9 +24,6 @@ from disttrain.process_group import (
     reduce_scatter_tensor,
     reduce_scatter_tensor_coalesced,
 )
-
-ALIGNMENT_BYTES = 16
-"""Where what a parameter or group sends may begin, among bytes of several dtypes: a multiple of each dtype's size."""
 
 
 @dataclass

@@ -13,6 +13,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+ALIGNMENT_BYTES = 16
+"""Where what a parameter or group sends may begin, among bytes of several dtypes: a multiple of each dtype's size."""
 COPY_BYTES_PER_S = 1e12
 """How fast a GPU copies gathered values into their places; reading and writing, an H100 moves 3e12 bytes a second."""
 HOST_COLLECTIVE_S = 20e-6

@@ -1,29 +1,32 @@
-"""What the fullest rank holds at its fullest moment, part by part.
+"""Memory of the fullest rank at its fullest moment, part by part.
 
-A step is looked at where it can be fullest: when the loss is computed, when the head's gradient is reduced, when the
-last block and when the first one go backward, and when the last gradient is reduced. In between everything grows or
-shrinks in a straight line.
+What comes and goes of parameters and gradients is what the machine of `fully_shard` says (`plan/sharding/step.py`).
+Added to that are what rests, and the activations that blocks keep by then.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, cached_property
 
+from disttrain.fsdp2.estimating.rehearsal import LOSS, REDUCTIONS, STEADY
+from disttrain.fsdp2.estimating.values import REDUCED, Peak
 from disttrain.pipelining.schedule.action import Op
 from disttrain.pipelining.schedule.liveness import KeptActivations
 from disttrain.pipelining.schedule.schedule import Schedule
 from disttrain.plan.job import Choice, Job
 from disttrain.plan.model.activations import Kept, kept_of
 from disttrain.plan.model.parts import (
-    Elements,
     StageParts,
     elements_of,
     fewer_microbatches,
     parts_of,
+    parts_of_ranks,
     schedule_of,
-    stages_of_ranks,
 )
+from disttrain.plan.sharding.step import step_of
+from disttrain.plan.sharding.transfers import Sharding
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Memory:
     messages: int
     when: str = ""
 
-    @property
+    @cached_property
     def total_bytes(self) -> int:
         return sum(self.by_part.values())
 
@@ -61,146 +64,79 @@ def memory_of(job: Job, choice: Choice) -> Memory:
 
 def resting_bytes(job: Job, choice: Choice) -> int:
     """What is there all the time on the rank that has most: less than any choice on this mesh takes at its peak."""
-    elements, stages = elements_of(job.sizes, choice.mesh.tp), parts_of(job, choice)
-    most = max(elements.of(stage, is_tied=job.sizes.is_tied) for stage in stages)
-    return _shard(most, choice) * (job.precision.parameter_bytes + job.precision.state_bytes)
-
-
-def _shard(num_elements: int, choice: Choice) -> int:
-    return -(-num_elements // choice.mesh.dp)
-
-
-@dataclass(frozen=True)
-class _Parameters:
-    """Bytes of parameters on one rank of a mesh: whole, or this rank's part of them."""
-
-    job: Job
-    choice: Choice
-    elements: Elements
-
-    def resting(self, num_elements: int, *, has_gradients: bool) -> dict[str, int]:
-        precision, shard = self.job.precision, _shard(num_elements, self.choice)
-        return {
-            "parameters": shard * precision.parameter_bytes,
-            "optimizer": shard * precision.state_bytes,
-            "gradients": shard * precision.parameter_bytes * has_gradients,
-        }
-
-    def whole(self, num_elements: int) -> int:
-        """To compute with; parameters that are not sharded are that themselves."""
-        return num_elements * self.job.precision.compute_bytes * self.job.precision.is_sharded
-
-    def packed(self, num_elements: int) -> int:
-        """What a reduction takes of each rank, and leaves it."""
-        precision = self.job.precision
-        return (num_elements + _shard(num_elements, self.choice)) * precision.reduce_bytes * precision.is_sharded
-
-    def gradients(self, num_elements: int) -> int:
-        return _shard(num_elements, self.choice) * self.job.precision.parameter_bytes
+    return max(sum(_resting(job, choice, [stage]).values()) for stage in parts_of(job, choice))
 
 
 def _plain(job: Job, choice: Choice) -> list[Memory]:
-    """Without a pipeline: blocks are gathered one by one, the one that comes next beforehand. Of several microbatches
-    the last one is looked at: it reduces the sums of all, or adds its reduced gradients to those before."""
-    elements, kept = elements_of(job.sizes, choice.mesh.tp), kept_of(job, choice)
-    sizes, of = job.sizes, _Parameters(job, choice, elements)
-    stage = StageParts(sizes.num_layers, has_embedding=True, has_head=True)
-    num_elements, outside = elements.of(stage, is_tied=sizes.is_tied), elements.outside(stage, is_tied=sizes.is_tied)
-    is_sharded, has_several = job.precision.is_sharded, choice.num_microbatches > 1
-    sums_wholes = has_several and is_sharded and not choice.reduces_each
-    # Those of microbatches before, of this rank's shards.
-    has_gradients = has_several and not sums_wholes
-    resting = of.resting(num_elements, has_gradients=has_gradients)
-    root, block = of.whole(outside), of.whole(elements.block)
-    above = elements.head + elements.block * (sizes.num_layers - 1)
+    """Without a pipeline: what `fully_shard` holds in each stretch of a step, and what blocks keep then."""
+    kept, (stages,) = kept_of(job, choice), parts_of_ranks(job, choice)
+    resting = _resting(job, choice, stages)
 
-    def moment(when: str, *, reduced: int, whole: int, unreduced: int, **others: int) -> Memory:
-        sums = unreduced * job.precision.reduce_bytes * sums_wholes
-        held = {"activations": 0, "loss": 0, "temporaries": 0, "messages": 0} | others
-        gradients = resting["gradients"] + of.gradients(reduced) * (not has_gradients)
-        return Memory(**resting | {"gradients": gradients}, unsharded=whole + sums, **held, when=when)
+    def memory(stretch: Peak) -> Memory:
+        is_loss = stretch.when == LOSS
+        return Memory(
+            **resting,
+            **_coming_of(job, choice, stages, stretch),
+            activations=stretch.num_kept * kept.block + kept.head * is_loss,
+            loss=kept.loss * is_loss,
+            temporaries=kept.inside * stretch.is_backward,
+            messages=0,
+            when=stretch.when,
+        )
 
-    blocks = sizes.num_layers * kept.block
-    return [
-        moment(
-            "the loss",
-            reduced=0,
-            unreduced=num_elements,
-            whole=root + block,
-            activations=blocks + kept.head,
-            loss=kept.loss,
-        ),
-        moment(
-            "the reduction of the head",
-            reduced=0,
-            unreduced=num_elements,
-            whole=root + block + of.packed(elements.head) + of.whole(elements.head) * (not sums_wholes),
-            activations=blocks,
-        ),
-        moment(
-            "the backward of the last block",
-            reduced=elements.head,
-            unreduced=num_elements - elements.head,
-            whole=root + 3 * block + of.packed(elements.block),
-            activations=blocks,
-            temporaries=kept.inside,
-        ),
-        moment(
-            "the backward of the first block",
-            reduced=above,
-            unreduced=elements.block + elements.embedding,
-            whole=root + 3 * block + of.packed(elements.block),
-            activations=kept.block,
-            temporaries=kept.inside,
-        ),
-        moment(
-            "the last reduction",
-            reduced=num_elements,
-            unreduced=elements.embedding,
-            whole=root + of.whole(elements.embedding) + of.packed(elements.embedding),
-        ),
-    ]
+    return list(map(memory, step_of(Sharding.of(job, choice), choice, stages).stretches))
 
 
-def _pipeline(job: Job, choice: Choice) -> list[Memory]:
-    """With one: a rank's stages are whole from its first computation to its last, and so are sums of their gradients,
-    which `fully_shard` keeps in the dtype of their reduction. In the end all reductions are under way at once, and what
-    they read, packed, is there beside what they leave."""
+def _pipeline(job: Job, choice: Choice) -> Iterator[Memory]:
+    """With one: a rank's stages are unsharded from its first computation to its last, with the sums of their gradients.
+    In the end all reductions are under way at once."""
     assert choice.schedule is not None
-    precision, kept = job.precision, kept_of(job, choice)
-    of = _Parameters(job, choice, elements_of(job.sizes, choice.mesh.tp))
-    stages, fewer = parts_of(job, choice), fewer_microbatches(choice.schedule, choice.mesh.pp, choice.num_microbatches)
-    moments = profiles(choice.schedule, choice.mesh.pp, fewer, tuple(stage.num_blocks for stage in stages))
-    found = []
-    for rank, own in enumerate(stages_of_ranks(choice.schedule, choice.mesh.pp)):
-        num_elements = sum(of.elements.of(stages[stage], is_tied=False) for stage in own)
-        live, pending, has_loss = max(moments[rank], key=lambda moment: sum(_coming_and_going(kept, moment)))
-        activations, loss, temporaries = _coming_and_going(kept, (live, pending, has_loss))
-        found.append(
-            Memory(
-                **of.resting(num_elements, has_gradients=not precision.is_sharded),
-                unsharded=of.whole(num_elements) + num_elements * precision.reduce_bytes * precision.is_sharded,
+    kept, sharding = kept_of(job, choice), Sharding.of(job, choice)
+    fewer = fewer_microbatches(choice.schedule, choice.mesh.pp, choice.num_microbatches)
+    num_blocks = tuple(stage.num_blocks for stage in parts_of(job, choice))
+    moments = profiles(choice.schedule, choice.mesh.pp, fewer, num_blocks)
+    seen = set()
+    for rank, stages in enumerate(parts_of_ranks(job, choice)):
+        fullest = max(moments[rank], key=lambda moment: sum(_coming_and_going(kept, moment)))
+        if (stages, fullest) in seen:
+            continue
+        seen.add((stages, fullest))
+        for stretch in step_of(sharding, choice, stages).stretches:
+            if stretch.when not in (STEADY, REDUCTIONS):
+                continue
+            is_steady = stretch.when == STEADY
+            activations, loss, temporaries = _coming_and_going(kept, fullest) if is_steady else (0, 0, 0)
+            yield Memory(
+                **_resting(job, choice, stages),
+                **_coming_of(job, choice, stages, stretch),
                 activations=activations,
                 loss=loss,
                 temporaries=temporaries,
-                messages=2 * kept.message * len(own),
-                when=f"the {'loss' if has_loss else 'steady phase'} of pipeline rank {rank}",
+                messages=2 * kept.message * len(stages),
+                when=f"{LOSS if is_steady and fullest[2] else stretch.when} of pipeline rank {rank}",
             )
-        )
-        if precision.is_sharded:
-            largest = max(of.elements.block, *(of.elements.outside(stages[stage], is_tied=False) for stage in own), 0)
-            found.append(
-                Memory(
-                    **of.resting(num_elements, has_gradients=True),
-                    unsharded=of.whole(num_elements) + (num_elements + largest) * precision.reduce_bytes,
-                    activations=0,
-                    loss=0,
-                    temporaries=0,
-                    messages=2 * kept.message * len(own),
-                    when=f"the reductions of pipeline rank {rank}",
-                )
-            )
-    return found
+
+
+def _resting(job: Job, choice: Choice, stages: Sequence[StageParts]) -> dict[str, int]:
+    shard = _shard(job, choice, stages)
+    return {"parameters": shard * job.precision.parameter_bytes, "optimizer": shard * job.precision.state_bytes}
+
+
+def _shard(job: Job, choice: Choice, stages: Sequence[StageParts]) -> int:
+    elements = elements_of(job.sizes, choice.mesh.tp)
+    is_tied = job.sizes.is_tied and choice.schedule is None
+    return -(-sum(elements.of(stage, is_tied=is_tied) for stage in stages) // choice.mesh.dp)
+
+
+def _coming_of(job: Job, choice: Choice, stages: Sequence[StageParts], stretch: Peak) -> dict[str, int]:
+    """What comes and goes of parameters and gradients."""
+    total, gradients = stretch.num_bytes, stretch.by_kind.get(REDUCED, 0)
+    if job.precision.is_sharded:
+        return {"gradients": gradients, "unsharded": total - gradients}
+    # Plain gradients: those of microbatches before are there all the time.
+    has_all = choice.schedule is not None or choice.num_microbatches > 1
+    every = _shard(job, choice, stages) * job.precision.parameter_bytes
+    return {"gradients": every if has_all else total, "unsharded": 0}
 
 
 _Moment = tuple[int, int, int]

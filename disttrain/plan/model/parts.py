@@ -41,6 +41,7 @@ class Elements:
         return both - self.embedding * (is_tied and stage.has_embedding and stage.has_head)
 
 
+@cache
 def elements_of(sizes: LlamaSizes, tp: int) -> Elements:
     """Matrices are cut along tp, but for keys' and values' where there are more ranks than heads; norms are whole."""
     cut = 2 * sizes.query_size + 3 * sizes.ffn_size
@@ -116,6 +117,14 @@ def parts_of(job: Job, choice: Choice) -> tuple[StageParts, ...]:
                 "Take one with them apart: 1F1B or Interleaved1F1B, say.",
             )
     return stages_of(job.sizes, num_stages)
+
+
+def parts_of_ranks(job: Job, choice: Choice) -> list[tuple[StageParts, ...]]:
+    """The stages of each rank of the pipeline; without one, the whole model."""
+    stages = parts_of(job, choice)
+    if choice.schedule is None:
+        return [stages]
+    return [tuple(stages[stage] for stage in own) for own in stages_of_ranks(choice.schedule, choice.mesh.pp)]
 
 
 _FILLING = 4

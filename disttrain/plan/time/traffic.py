@@ -10,16 +10,27 @@ Bytes are those of collectives that go round a ring, in which each rank hands on
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
+from disttrain.fsdp2.estimating.values import Message
 from disttrain.plan.job import Choice, Job
 from disttrain.plan.model.activations import kept_of
-from disttrain.plan.model.parts import Elements, StageParts, elements_of, parts_of, tied_elements
+from disttrain.plan.model.parts import StageParts, parts_of, parts_of_ranks, tied_elements
+from disttrain.plan.sharding.step import step_of
+from disttrain.plan.sharding.transfers import Sharding, transfers_of
 from disttrain.plan.time.links import link_of
-from disttrain.plan.time.transfers import Counts, transfers_of
 
 BLOCK_GATHERS = 2
 """Of tensor parallel, in each direction of a block, and as many reductions."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Calls that are one launch each, and the collectives in them."""
+
+    num_calls: int
+    num_collectives: int
 
 
 @dataclass(frozen=True)
@@ -58,42 +69,36 @@ def activation_bytes(job: Job, choice: Choice) -> float:
 
 def traffic_of(job: Job, choice: Choice) -> tuple[Traffic, ...]:
     """Axes of one rank send nothing, and are left out."""
-    stages, elements = parts_of(job, choice), elements_of(job.sizes, choice.mesh.tp)
+    stages = parts_of(job, choice)
     per_rank = max(1, len(stages) // choice.mesh.pp)
-    ranks = [stages] if choice.schedule is None else [stages[rank : rank + 1] for rank in range(len(stages))]
     found = [
-        *_of_shards(job, choice, elements, max(ranks, key=lambda own: _num_elements(job, elements, own)), per_rank),
+        *_of_shards(job, choice),
         _of_tensor_parallel(job, choice, stages, per_rank),
         _of_pipeline(job, choice, per_rank),
     ]
     return tuple(one for one in found if one.num_ranks > 1)
 
 
-def _num_elements(job: Job, elements: Elements, stages: tuple[StageParts, ...]) -> int:
-    return sum(elements.of(stage, is_tied=job.sizes.is_tied) for stage in stages)
+def _of_shards(job: Job, choice: Choice) -> tuple[Traffic, Traffic]:
+    """What the machine of `fully_shard` sends, along both axes, on the rank that sends most along dp."""
+    sharding, of_ranks = Sharding.of(job, choice), parts_of_ranks(job, choice)
+    steps = [
+        step_of(sharding, choice, stages).messages_of(choice.num_microbatches) for stages in dict.fromkeys(of_ranks)
+    ]
 
+    def sent(messages: Counter[Message], *operations: str) -> tuple[Counts, int]:
+        of_axis = [(message, count) for message, count in messages.items() if message.operation in operations]
+        counts = Counts(
+            sum(count for _, count in of_axis), sum(count * message.num_collectives for message, count in of_axis)
+        )
+        return counts, sum(count * message.sent_bytes for message, count in of_axis)
 
-def _of_shards(
-    job: Job, choice: Choice, elements: Elements, stages: tuple[StageParts, ...], per_rank: int
-) -> tuple[Traffic, Traffic]:
-    mesh, precision, is_tied = choice.mesh, job.precision, job.sizes.is_tied
-    whole = per_rank * _num_elements(job, elements, stages)
-    reduced = choice.num_reductions * whole
-    outside = per_rank * sum(elements.outside(stage, is_tied=is_tied) for stage in stages)
-    plans = [transfers_of(job, choice, stage) for stage in stages]
-    is_scheduled = choice.schedule is not None
-    # Without a pipeline each microbatch gathers blocks for its forward and for its backward, and the root once.
-    times = 1 if is_scheduled else choice.num_microbatches
-    gathers = sum((plan.gathers(outside_once=not is_scheduled) for plan in plans), Counts()) * (times * per_rank)
-    reductions = sum((plan.reductions(is_scheduled=is_scheduled) for plan in plans), Counts())
-    reductions *= choice.num_reductions * per_rank
-    gathered = whole if is_scheduled else times * (2 * whole - outside)
-    sent = ring_bytes(gathered * precision.compute_bytes + reduced * precision.reduce_bytes, mesh.dp)
-    shard = reduced / mesh.dp * precision.reduce_bytes
-    copied = 2 * ring_bytes(shard, mesh.replicate)
+    most = max(steps, key=lambda messages: sent(messages, "all_gather", "reduce_scatter")[1])
     return (
-        _traffic(job, choice, "dp", gathers + reductions, sent, str(plans[0])),
-        _traffic(job, choice, "replicate", Counts(reductions.num_calls, reductions.num_calls), copied),
+        _traffic(
+            job, choice, "dp", *sent(most, "all_gather", "reduce_scatter"), str(transfers_of(sharding, of_ranks[0][0]))
+        ),
+        _traffic(job, choice, "replicate", *sent(most, "all_reduce")),
     )
 
 

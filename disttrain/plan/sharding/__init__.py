@@ -1,0 +1,1 @@
+"""What `fully_shard` does in a step with the parameters that a rank holds."""
