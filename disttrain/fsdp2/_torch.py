@@ -76,7 +76,7 @@ def is_batched(tensor: object) -> bool:
 
 
 def registered_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
-    """What is registered under the name now."""
+    """Returns what is registered under the name now."""
     return module._parameters.get(name)
 
 
@@ -117,13 +117,13 @@ def have_hooks(leaves: Sequence[torch.Tensor], own: Callable[..., Any]) -> bool:
 
 
 def gradient_hooks(leaf: torch.Tensor) -> tuple[Callable[..., Any], ...]:
-    """What `register_hook` has left there."""
+    """Returns the hooks that `register_hook` has left there."""
     hooks = leaf._backward_hooks
     return tuple(hooks.values()) if hooks else ()
 
 
 def post_accumulate_hooks(leaf: torch.Tensor) -> tuple[Callable[..., Any], ...]:
-    """What `register_post_accumulate_grad_hook` has left there."""
+    """Returns the hooks that `register_post_accumulate_grad_hook` has left there."""
     hooks = leaf._post_accumulate_grad_hooks
     return tuple(hooks.values()) if hooks else ()
 
@@ -172,7 +172,7 @@ def plain_memory(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Which storage the tensor has, wherever that lies at the moment."""
+    """Identifies the tensor's storage, wherever that lies at the moment."""
     return cast(int, getattr(tensor, "_local_tensor", tensor).untyped_storage()._cdata)
 
 
@@ -180,7 +180,7 @@ _OF_SEVERAL = "register_multi_grad_hook.<locals>.get_inner_hook.<locals>.inner_h
 
 
 class SeveralGradients(NamedTuple):
-    """What `register_multi_grad_hook` has left at one of several leaves: to be called with the gradients of all."""
+    """A hook of `register_multi_grad_hook` at one of several leaves: to be called with the gradients of all."""
 
     key: int
     """Alike at all of them."""

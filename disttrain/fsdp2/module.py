@@ -45,7 +45,7 @@ class UnshardHandle:
 
 
 class FSDPModule:
-    """What a module gains by `fully_shard`: it is an instance of this class as well as of its own.
+    """The methods that a module gains by `fully_shard`: it is an instance of this class as well as of its own.
 
     Settings are made by all ranks alike, between iterations; with `recurse`, for all sharded modules below, too.
     """
@@ -154,7 +154,7 @@ class FSDPModule:
                 group.state.reduces_over_replicas = requires_all_reduce
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether unsharded parameters are freed between forward and backward."""
+        """Sets whether unsharded parameters are freed between forward and backward."""
         for state in _states(self, recurse=recurse):
             state.unit.reshard_after_forward = reshard_after_forward
             _plan_anew(state)
@@ -251,7 +251,7 @@ class FSDPModule:
         return super().__reduce_ex__(protocol)
 
     def __getstate__(self) -> object:
-        """What a deep copy takes over; its parameters are shards."""
+        """The state of a deep copy; its parameters are shards."""
         _state(self).run(reshard(_state(self).unit))
         return super().__getstate__()
 
@@ -302,7 +302,7 @@ def _rank_of(state: ShardState) -> int | None:
 
 
 def _plan_anew(state: ShardState) -> None:
-    """What decides how values go over the wire has changed; the root's next forward plans."""
+    """Forgets the plan of transfers, since what decides it has changed; the root's next forward plans."""
     if state.context is not None:
         state.context.is_planned = False
 

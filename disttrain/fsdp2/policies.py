@@ -1,4 +1,4 @@
-"""What the user chooses about precision and about where shards are kept."""
+"""Policies of the user: precision, and where shards are kept."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class TransferPolicy:
-    """How values go over the wire. None: as is best for the ranks' hosts and the network between them, which the first
-    forward measures.
+    """Policy of transfers over the wire. None: as is best for the ranks' hosts and the network between them, which the
+    first forward measures.
 
     `form`: "in_place" brings each parameter where it is used, by a collective of its own in one launch; "flat" all as
     one message, which is copied to where it is used; "mixed" what is large in place, and the rest as one message.

@@ -1,4 +1,4 @@
-"""What the modules of one model share: where its iterations begin and end."""
+"""State that the modules of one model share: where its iterations begin and end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class RootContext:
-    """What the modules of one model share: a machine that says what is done, and what it is done by."""
+    """The machine of one model, and the runner that carries out its commands."""
 
     def __init__(self, root: ShardState, states: list[ShardState], comm: Comm) -> None:
         self.root = root

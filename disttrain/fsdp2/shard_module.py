@@ -216,7 +216,7 @@ def _check_placement_fn(function: object) -> None:
 def _placement_of(
     parameter: nn.Parameter, shard_placement_fn: Callable[[nn.Parameter], Any] | None, mesh: DeviceMesh
 ) -> tuple[Any, DeviceMesh]:
-    """How it is cut, and over which mesh."""
+    """Returns the dim along which a parameter is cut, and the mesh over which."""
     given: Any = shard_placement_fn(parameter) if shard_placement_fn is not None else None
     own_mesh = getattr(getattr(given, "mesh_info", None), "mesh", None)
     return (converted(given.placement), own_mesh) if isinstance(own_mesh, DeviceMesh) else (converted(given), mesh)

@@ -1,4 +1,5 @@
-"""What happens around a module's forward and backward: gather before, free after, reduce gradients, prefetch the next.
+"""Turns what happens around a module's forward and backward into events: gather before, free after, reduce gradients,
+prefetch the next.
 
 Follows the hooks of PyTorch's FSDP2 (pre-forward, post-forward, a hook on the outputs' gradients for pre-backward, an
 autograd function on the inputs for post-backward, a callback at the end of the backward pass).
@@ -85,7 +86,7 @@ class ShardState:
             show_shards_in_state_dicts(module, groups)
 
     def __getstate__(self) -> dict[str, object]:
-        """What a deep copy takes over: a module that has not run yet."""
+        """The state of a deep copy: a module that has not run yet."""
         gone = dict.fromkeys(("context", "shared_comm", "post_optim_event"))
         return {**self.__dict__, **gone, "scheduled": []}
 
@@ -292,7 +293,7 @@ class ShardState:
 
     @property
     def comm(self) -> Comm:
-        """What is shared with the rest of the model, once it has a root."""
+        """Streams and buffers shared with the rest of the model, once it has a root."""
         assert self.context is not None
         return self.context.comm
 

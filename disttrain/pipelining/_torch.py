@@ -39,7 +39,8 @@ def gradients_of(
 
 
 def edge_of(output: torch.Tensor) -> GradientEdge | None:
-    """Where a backward of this output begins, which keeps less than the output does; None when it has no gradient."""
+    """Returns the node at which a backward of this output begins, which keeps less than the output does; None when it
+    has no gradient."""
     node: Any = output.grad_fn
     if node is None and not output.requires_grad:
         return None
@@ -101,6 +102,6 @@ def structure_from_text(text: str) -> Structure:
 
 
 def num_holders(tensor: torch.Tensor) -> int:
-    """How many tensors, views and saved ones included, keep this one's memory."""
+    """Counts the tensors, views and saved ones included, that keep this one's memory."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) - 1

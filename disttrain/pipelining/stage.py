@@ -161,7 +161,7 @@ class PipelineStage:
 
 
 def as_arguments(value: Any) -> tuple[Any, ...]:
-    """What a stage returns as the next one's positional arguments."""
+    """Returns a stage's output as the next one's positional arguments."""
     return tuple(value) if isinstance(value, tuple | list) else (value,)
 
 

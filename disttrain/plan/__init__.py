@@ -1,4 +1,4 @@
-"""Which mesh? Every way to lay a Llama on so many GPUs, what each takes, and why one is the best.
+"""Plans a mesh: lists every way to lay a Llama on so many GPUs, what each takes, and why one is the best.
 
     job = Job(PRESETS["70b"], num_gpus=64, hardware=HARDWARE["h100"])
     for plan in find_plans(job).plans:

@@ -13,7 +13,7 @@ ROTARY_BASE = ",rotary_base=500000"
 
 
 def unsaid(job: Job) -> list[str]:
-    """What the example has no flag for."""
+    """Returns the properties of a choice that the example has no flag for."""
     sizes = job.sizes
     heads = ["head_dim"] * (sizes.query_size != sizes.dim)
     return heads + ["--float8"] * job.uses_float8 + ["--precision bf16"] * (not job.precision.is_sharded)

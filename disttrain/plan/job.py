@@ -1,4 +1,4 @@
-"""What is asked, a `Job`, and one answer to it, a `Choice`, which may or may not fit."""
+"""The question to the planner, a `Job`, and one answer to it, a `Choice`, which may or may not fit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PURE = Precision("bf16", 2, 2, 2, 4, is_sharded=False)
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained, on what.
+    """A training job: a model, GPUs, and the tokens of a step.
 
     Args: num_sequences  in a step of all ranks;  memory_share  of a GPU's memory that tensors may take: CUDA, NCCL and
           what the allocator cannot use need the rest;  has_kernels  `use_kernels` and the loss without logits;
@@ -99,7 +99,7 @@ class MeshSizes:
         return self.replicate * self.dp
 
     def stride(self, axis: str) -> int:
-        """How far apart in ranks neighbours along the axis are."""
+        """Returns the difference in rank between neighbours along the axis."""
         return math.prod(self.size(inner) for inner in AXES[AXES.index(axis) + 1 :])
 
     def size(self, axis: str) -> int:

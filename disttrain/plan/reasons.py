@@ -36,7 +36,7 @@ def why_first(plans: Plans) -> Iterator[str]:
 
 
 def _limits_of_memory(job: Job, first: Plan) -> Iterator[str]:
-    """What would be faster on the same mesh, if it fitted."""
+    """Yields choices on the same mesh that would be faster, if they fitted."""
     for words, choice in _next_steps(first.choice):
         try:
             other = plan_of(job, choice)
@@ -63,7 +63,7 @@ def _next_steps(choice: Choice) -> Iterator[tuple[str, Choice]]:
 
 
 def why_not_first(plan: Plan, first: Plan) -> str:
-    """Where the time goes that a plan takes longer than the first."""
+    """Names the parts of the step that take longer than those of the first plan."""
     longer_s = plan.times.step_s - first.times.step_s
     changes = {name: s - first.times.by_part[name] for name, s in plan.times.by_part.items()}
     share = _WORTH_NAMING * first.times.step_s

@@ -1,4 +1,4 @@
-"""What the search found, as text for people and as one object for programs."""
+"""Prints the result of a search, as text for people and as one object for programs."""
 
 from __future__ import annotations
 

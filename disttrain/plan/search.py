@@ -168,7 +168,7 @@ def _misfits(job: Job, possible: Sequence[MeshSizes], schedules: Sequence[str], 
 
 
 def _remedies(job: Job, plan: Plan, schedules: Sequence[str]) -> Iterator[str]:
-    """What would make it fit, each by itself."""
+    """Yields changes that would make it fit, each by itself."""
     mesh, gib = plan.choice.mesh, plan.memory.total_bytes / job.memory_share / 2**30
     yield f"GPUs of {math.ceil(gib)} GiB"
     factor = 2

@@ -1,1 +1,1 @@
-"""What training a sharded model will cost each rank, before it runs."""
+"""Estimates what training a sharded model costs each rank, before it runs."""

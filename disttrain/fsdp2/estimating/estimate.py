@@ -1,4 +1,4 @@
-"""What training a sharded model will cost each rank, before it runs: bytes held, and bytes sent in a step."""
+"""Estimates what training a sharded model costs each rank, before it runs: bytes held, and bytes sent in a step."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Estimate:
 
     @property
     def unsharded_peak_bytes(self) -> int:
-        """What is whole at the peak, parameters and gradients, with what is packed and gathered for that."""
+        """Unsharded parameters and gradients at the peak, with what is packed and gathered for that."""
         return self.peak.num_bytes - self.peak.by_kind.get(REDUCED, 0)
 
     @property
@@ -75,7 +75,7 @@ class Estimate:
 
     @property
     def wire_bytes(self) -> int:
-        """What a rank sends in a step."""
+        """Bytes that a rank sends in a step."""
         return sum(each.sent_bytes for each in self.traffic)
 
     def __str__(self) -> str:

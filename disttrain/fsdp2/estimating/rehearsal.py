@@ -331,6 +331,6 @@ class Rehearsal:
 
 
 def _joint_bytes(groups: Sequence[GroupSizes]) -> int:
-    """What a rank gives to one gather of all of them: where dtypes differ, each begins where any dtype may."""
+    """Counts what a rank gives to one gather of all groups: where dtypes differ, each begins where any dtype may."""
     step = 1 if len({group.gathered_as for group in groups}) == 1 else ALIGNMENT_BYTES
     return sum(-(-group.sent_bytes // step) * step for group in groups)

@@ -1,4 +1,4 @@
-"""How large what `fully_shard` handles is: its groups as sizes for a rehearsal, and what a rank holds of them."""
+"""Measures a sharded model: its groups as sizes for a rehearsal, and what a rank holds of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PROBE_SIZE = 64
 
 
 class OptimizerBytes:
-    """What an optimizer keeps for an element; found out, for each dtype, on a small matrix."""
+    """Bytes that an optimizer keeps for an element; found out, for each dtype, on a small matrix."""
 
     def __init__(self, cost: OptimizerCost) -> None:
         self._cost = cost
@@ -66,7 +66,7 @@ class Held:
 
 
 def held_of_group(group: ParamGroup, optimizer: OptimizerBytes) -> Held:
-    """What the first rank holds of a group; of parameters and gradients, every rank."""
+    """Counts what the first rank holds of a group; of parameters and gradients, every rank."""
     plan = plan_flat([param.front_shape for param in group.params], group.sharding.num_shards)
     trained = sum(slot.padded_numel for param, slot in zip(group.params, plan.slots, strict=True) if _is_trained(param))
     dtype = group.params[0].orig_dtype
@@ -75,7 +75,7 @@ def held_of_group(group: ParamGroup, optimizer: OptimizerBytes) -> Held:
 
 
 def held_unsharded(root: ShardState, groups: list[ParamGroup], optimizer: OptimizerBytes) -> Held:
-    """What a rank holds of parameters that no group has taken: the whole."""
+    """Counts what a rank holds of parameters that no group has taken: all of each."""
     taken = {(owner.module, owner.name) for group in groups for param in group.params for owner in param.owners}
     left = {
         parameter
@@ -134,7 +134,7 @@ class Sizing:
         return sized
 
     def _body(self, module: nn.Module, uses: dict[tuple[nn.Module, str], Use]) -> Iterator[SizedModule | Use]:
-        """What the module's forward comes across, as it is registered."""
+        """Yields the parameters and sharded modules that the module's forward comes across, as they are registered."""
         for name, _ in own_parameters(module):
             if (module, name) in uses:
                 yield uses[module, name]

@@ -67,7 +67,7 @@ class GroupSizes:
 
 
 def sizes_of(group: Group) -> GroupSizes:
-    """What a group of a rehearsal's machine stands for."""
+    """Returns the sizes behind a group of a rehearsal's machine."""
     return cast(GroupSizes, group.facts)
 
 

@@ -1,1 +1,1 @@
-"""What would train nothing, or something else, without a word: found and refused."""
+"""Finds and refuses uses that would silently train nothing, or something else."""

@@ -1,4 +1,4 @@
-"""What must hold for parameters that are gathered together; errors that name the first one for which it doesn't."""
+"""Checks parameters that are to be gathered together; errors name the first one that breaks a rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What one rank alone finds wrong with its model, or raises within it: the others must not wait for its collectives.
+"""Tells the other ranks what one rank alone finds wrong with its model, or raises within it: they must not wait for its
+collectives.
 
 A rank whose modules have been changed, or whose batch is bad, raises before it gathers or reduces what the others do.
 They are told as of a collective that is refused: docs/decisions/010-refusals-are-told.md. Where all ranks raise, nobody

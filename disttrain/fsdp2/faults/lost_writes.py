@@ -63,7 +63,7 @@ def refuse_writes_on_request(groups: Sequence[ParamGroup]) -> None:
 
 
 def written_since(groups: Sequence[ParamGroup]) -> list[tuple[ParamGroup, list[str]]]:
-    """Which gathered parameters have been written to since the forward began, before they are freed."""
+    """Returns the gathered parameters that have been written to since the forward began, before they are freed."""
     of_each = [(group, group.shown.written() or _written_without_a_trace(group)) for group in groups]
     return [(group, names) for group, names in of_each if names]
 
@@ -78,7 +78,7 @@ def _written_without_a_trace(group: ParamGroup) -> list[str]:
 
 
 def _digests(group: ParamGroup) -> tuple[tuple[int, ...], list[torch.Tensor]] | None:
-    """What the parameters are that were gathered, and digests of them; None where there are no values to be read."""
+    """Returns the parameters that were gathered, and digests of them; None where there are no values to be read."""
     if not group.state.is_unsharded or (group.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return None
     wholes = [plain_memory(param.unsharded) for param in group.params]

@@ -51,7 +51,7 @@ def _check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _nothing() -> None:
-    """What a reference gives when its object has gone."""
+    """Stands for a reference whose object has gone."""
 
 
 class _Replaced:

@@ -84,7 +84,7 @@ def _run(run: Run, outputs: Sequence[Any], *args: Any, accumulate_grad: bool, **
 
 
 class _Asked:
-    """What one call of `torch.autograd.grad` asks for."""
+    """The gradients that one call of `torch.autograd.grad` asks for."""
 
     def __init__(self, inputs: Sequence[Any]) -> None:
         known = {

@@ -1,4 +1,4 @@
-"""When a module's own backward is over: when the gradients of its inputs come out of it."""
+"""Notices that a module's own backward is over: the gradients of its inputs come out of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the machine asks for. Whoever carries it out need not decide anything. Pure."""
+"""The commands of the machine. Whoever carries one out need not decide anything. Pure."""
 
 from __future__ import annotations
 

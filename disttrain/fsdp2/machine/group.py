@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class Param(Hashable, Protocol):
-    """What the machine asks of a parameter."""
+    """The facts about a parameter that the machine asks for."""
 
     @property
     def is_trained(self) -> bool:
@@ -20,7 +20,7 @@ class Param(Hashable, Protocol):
 
 
 class Facts(Protocol):
-    """What the machine asks of a group. It may change between events, and from rank to rank."""
+    """The facts about a group that the machine asks for. They may change between events, and from rank to rank."""
 
     @property
     def params(self) -> Sequence[Param]:
@@ -32,11 +32,11 @@ class Facts(Protocol):
 
     @property
     def reduces_as(self) -> Hashable:
-        """What must be alike in groups whose gradients are reduced as one message."""
+        """A value that is alike for groups whose gradients may be reduced as one message."""
 
 
 class Status(Enum):
-    """Where the values of a group's parameters are."""
+    """The place of the values of a group's parameters."""
 
     SHARDED = "on all ranks, each with its shard"
     PART_KEPT = "on few ranks, each with a part that is larger than its shard"
@@ -95,7 +95,7 @@ class Group:
         self.reduces_over_replicas = True
 
     def __getstate__(self) -> dict[str, object]:
-        """What a deep copy takes over: parameters that are sharded."""
+        """The state of a deep copy: parameters that are sharded."""
         fresh = {"status": Status.SHARDED, "gathered_with": (), "bundle": None, "buckets": None, "reduced": set()}
         return {**self.__dict__, **fresh, "has_taken_part": False}
 
@@ -130,7 +130,7 @@ class Bundle:
         self._used.clear()
 
     def to_gather(self, group: Group) -> Sequence[Group]:
-        """What is to be gathered when `group` is needed: it, and those of the others that are still to come.
+        """Returns the groups to gather when `group` is needed: it, and those of the others that are still to come.
 
         What has been used is not: a module that runs twice in a row, or is computed again for its backward, would leave
         the others unsharded until the backward ends.
@@ -155,7 +155,7 @@ class Bundle:
         return all(each in self.owed or not each.is_trained for each in self.groups)
 
     def take_owed(self) -> list[list[tuple[Group, Sequence[Param]]]]:
-        """What is to be reduced, message by message; nothing is owed then."""
+        """Returns what is to be reduced, message by message; nothing is owed then."""
         alike: dict[Hashable, list[tuple[Group, Sequence[Param]]]] = {}
         for group in self.groups:
             if params := self.owed.get(group):

@@ -25,7 +25,7 @@ from disttrain.fsdp2.machine.unit import (
 
 
 class Backward(Enum):
-    """Whether a backward pass is under way."""
+    """The state of a backward pass."""
 
     NONE = "none"
     RUNNING = "one has reached the model, and not ended"
@@ -33,7 +33,7 @@ class Backward(Enum):
 
 
 class Model:
-    """What the units of one model share during an iteration."""
+    """The state that the units of one model share during an iteration."""
 
     def __init__(self, root: Unit, units: Sequence[Unit]) -> None:
         """`units` are the root and those below, in the order of their modules."""
@@ -205,7 +205,8 @@ def free_old(unit: Unit, written: Collection[Group]) -> do.Commands:
 
 
 def _ahead(chosen: Sequence[Unit] | None, learnt: Unit | None) -> Sequence[Unit]:
-    """Whose parameters to gather ahead: what the user has chosen, else what came next in the last iteration."""
+    """Returns the units to gather ahead: those that the user has chosen, else the one that came next in the last
+    iteration."""
     return chosen if chosen is not None else () if learnt is None else (learnt,)
 
 

@@ -12,7 +12,8 @@ from disttrain.fsdp2.machine.group import Bundle, Group, Param, Status
 
 
 class Unit:
-    """What is gathered when a module runs, what the user wants done with it, and where it is in its forwards."""
+    """Groups that are gathered when a module runs, what the user wants done with them, and the state of the module's
+    forwards."""
 
     def __init__(
         self, groups: Sequence[Group], modules: Sequence[Hashable], reshard_after_forward: bool | int | None
@@ -56,7 +57,7 @@ class Unit:
         """Of several modules those that have not run since the first of them did."""
 
     def __getstate__(self) -> dict[str, object]:
-        """What a deep copy takes over: a module that has not run yet."""
+        """The state of a deep copy: a module that has not run yet."""
         copied = Unit.__new__(Unit)
         copied.__dict__.update(self.__dict__)
         copied._forget()
@@ -75,7 +76,7 @@ class Unit:
         self.num_running = 0
 
     def release_to_machine(self) -> None:
-        """What the user has gathered is freed again as any other."""
+        """Lets the machine free again what the user has gathered."""
         self.is_kept_unsharded = self.is_shown_on_request = False
 
 
@@ -185,7 +186,7 @@ def load_begins(unit: Unit) -> do.Commands:
 
 
 def forget_grads(unit: Unit) -> do.Commands:
-    """What backward passes have left, and not been reduced, is of no use."""
+    """Drops what backward passes have left and not reduced."""
     for group in unit.groups:
         group.reduced.clear()
         group.has_taken_part = False

@@ -1,1 +1,1 @@
-"""What sharded modules have, take and return."""
+"""Parameters, arguments and results of sharded modules."""

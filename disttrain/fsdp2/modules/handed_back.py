@@ -1,4 +1,4 @@
-"""What a module's forward does to lists, dicts and dataclasses that it was given, done to the caller's.
+"""Repeats on the caller's lists, dicts and dataclasses what a module's forward does to its copies of them.
 
 Where a tensor within them is cast, or passed through a function that tells when the backward is over, the module gets
 containers that are made anew. What it appends to them, as to a cache, the caller must find in its own.

@@ -62,7 +62,7 @@ def may_hide_tensors(values: Any) -> bool:
 
 
 def items_of(values: Any) -> dict[Any, Any]:
-    """What a container holds, by place, key or field; nothing for other values."""
+    """Returns the contents of a container, by position, key or field; nothing for other values."""
     if isinstance(values, _SEQUENCES):
         return dict(enumerate(values))
     if isinstance(values, dict):

@@ -1,4 +1,4 @@
-"""Which parameters the modules of a group have: gathered ones while they compute, and else the shards.
+"""Swaps the parameters that the modules of a group have: gathered ones while they compute, and else the shards.
 
 What a user finds by `parameters()` or as an attribute, outside of a module's own forward and backward, is what an
 optimizer must hold. Memory is another matter: gathered parameters may live on in between, where nobody sees them.
@@ -103,7 +103,7 @@ class Shown:
         """In some forwards, of what the gathered parameters were when it began."""
 
     def __getstate__(self) -> dict[str, object]:
-        """What a deep copy takes over: nothing is gathered."""
+        """The state of a deep copy: nothing is gathered."""
         return {
             "is_whole": False,
             "_params": self._params,

@@ -1,4 +1,4 @@
-"""What is saved of a sharded module is its shards, whatever it computes with at the moment."""
+"""Saves the shards of a module, whatever it computes with at the moment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Shards:
         """What the module computes with meanwhile, and what of it it has for a call alone."""
 
     def __getstate__(self) -> dict[str, object]:
-        """What a deep copy takes over."""
+        """The state of a deep copy."""
         return {"_groups": self._groups, "_is_shown_later": []}
 
     def before(self, *_: object) -> None:

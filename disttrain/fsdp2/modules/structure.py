@@ -23,7 +23,7 @@ STATE = "_disttrain_shard_state"
 
 
 class Structure:
-    """Which modules there are below `roots`, and the names of their parameters; asked before each step."""
+    """The modules below `roots`, and the names of their parameters; asked before each step."""
 
     def __init__(self, roots: Iterable[nn.Module]) -> None:
         modules = list(dict.fromkeys(chain.from_iterable(root.modules() for root in roots)))

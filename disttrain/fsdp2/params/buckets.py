@@ -1,4 +1,5 @@
-"""Which parameters of a root are reduced as one before its backward ends: those of each of its large children."""
+"""Buckets of a root's parameters that are reduced as one before its backward ends: those of each of its large
+children."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class CastShards:
 
 
 def latest(group: ParamGroup, flat: torch.Tensor) -> torch.Tensor:
-    """What to gather: the cast shards where they are still those of the flat buffer, else that."""
+    """Returns what to gather: the cast shards where they are still those of the flat buffer, else that."""
     cast = group.cast_shards
     if cast is None or cast.flat is not flat or cast.values.dtype != group.compute_dtype:
         return flat
@@ -35,7 +35,7 @@ def latest(group: ParamGroup, flat: torch.Tensor) -> torch.Tensor:
 
 
 class CastCopies:
-    """What an optimizer asks in each of its steps. The copies are dropped when the next backward ends."""
+    """Copies of shards that an optimizer casts in each of its steps. They are dropped when the next backward ends."""
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
         self._groups = groups

@@ -63,7 +63,8 @@ def _hooks_of_module(owners: Sequence[Owner]) -> Any:
 
 @dataclass(frozen=True)
 class _Given:
-    """What a shard gives to be gathered: `inputs`, each of one size on every rank. `make` is what comes after."""
+    """Tensors that a shard gives to be gathered: `inputs`, each of one size on every rank. `make` is what comes
+    after."""
 
     param: ShardedParam
     make: Callable[..., Any]
@@ -129,7 +130,7 @@ class ExtensionGroup(ParamGroup):
         return sent
 
     def given_bytes(self) -> int:
-        """What each rank sends, as far as its methods say without values; they see a shard without memory."""
+        """Counts what each rank sends, as far as its methods say without values; they see a shard without memory."""
         with torch.no_grad():
             shards = (torch.empty_like(local_part(param.sharded), device="meta") for param in self.params)
             given = [self._give_of(param, shard) for param, shard in zip(self.params, shards, strict=True)]

@@ -1,4 +1,4 @@
-"""How the shards of several parameters lie in one flat buffer. Pure arithmetic.
+"""Lays the shards of several parameters out in one flat buffer. Pure arithmetic.
 
 One dim of every parameter is cut as `torch.chunk` cuts, and brought to the front; each rank's piece is padded to the
 size of the first. A rank's buffer is its pieces one after the other, so one all-gather brings all parameters: row r of

@@ -74,7 +74,7 @@ class ShardedParam:
         self.show(self.sharded)
 
     def __getstate__(self) -> dict[str, object]:
-        """What a deep copy takes over: the shard alone."""
+        """The state of a deep copy: the shard alone."""
         return {**self.__dict__, **dict.fromkeys(("original", "unsharded", "_shard_view", "_earlier_grad"))}
 
     @property

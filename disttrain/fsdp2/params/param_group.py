@@ -88,7 +88,7 @@ class ParamGroup:
         return self._chosen(self._policy.param_dtype) or self._orig_dtype
 
     def _chosen(self, dtype: torch.dtype | None) -> torch.dtype | None:
-        """What the policy says of floating-point values; others keep their dtype."""
+        """Returns the policy's dtype for floating-point values; others keep their dtype."""
         return dtype if self._orig_dtype.is_floating_point else None
 
     @property
@@ -123,7 +123,7 @@ class ParamGroup:
 
     @property
     def reduces_as(self) -> tuple[object, ...]:
-        """What must be alike for reductions to be as one."""
+        """A value that is alike for groups whose reductions may be one."""
         factors = self.divide_factor, self.only_sums
         return self.reduce_dtype, self.state.reduces_over_replicas, self.hook, self.hook_stream, factors
 
@@ -138,7 +138,7 @@ class ParamGroup:
         return None if self.is_offloaded or not is_cast or self._is_misplaced else self._flat
 
     def __getstate__(self) -> dict[str, object]:
-        """What a deep copy takes over; it brings its shards into a buffer of its own when it is first gathered."""
+        """The state of a deep copy; it brings its shards into a buffer of its own when it is first gathered."""
         gone = (
             "grad_sums",
             "cast_shards",
@@ -192,7 +192,7 @@ class ParamGroup:
         return self._kept is not None
 
     def to_send(self) -> torch.Tensor:
-        """What this rank has to give to a gather: its flat buffer, in one dtype or another."""
+        """Returns what this rank gives to a gather: its flat buffer, in one dtype or another."""
         self.lay_out()
         assert self._flat is not None
         if self._is_misplaced:

@@ -37,7 +37,7 @@ class Sharding:
 
     @cached_property
     def shard_rank(self) -> int:
-        """Which of the shards is this rank's."""
+        """Returns the index of this rank's shard."""
         return self.mesh.get_local_rank(self.mesh.ndim - 1)
 
     @cached_property
@@ -61,8 +61,8 @@ class Sharding:
         return self.mesh.world.shared_group(self.shard_group.ranks[first : first + num_ranks])
 
     def spec_of(self, fqn: str, parameter: torch.Tensor, dim: int) -> Spec:
-        """How `parameter`, cut along `dim`, lies on the mesh, and on the one of another parallelism where it is a
-        DTensor already."""
+        """Describes how `parameter`, cut along `dim`, lies on the mesh, and on the one of another parallelism where it
+        is a DTensor already."""
         if not isinstance(parameter, DTensor):
             return Spec.of(Layout(self.mesh, self._placements(Shard(dim))), tuple(parameter.shape), parameter.dtype)
         own = parameter._spec

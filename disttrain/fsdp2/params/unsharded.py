@@ -16,7 +16,7 @@ _ALIGNMENT_BYTES = 256
 
 
 def unsharded_offsets(params: Sequence[ShardedParam], plan: FlatPlan, dtype: torch.dtype) -> tuple[list[int], int]:
-    """Where each unsharded parameter begins, and where the last one ends, in elements."""
+    """Returns where each unsharded parameter begins, and where the last one ends, in elements."""
     step = _ALIGNMENT_BYTES // dtype.itemsize
     offsets, end = [], 0
     for param, slot in zip(params, plan.slots, strict=True):
@@ -26,7 +26,7 @@ def unsharded_offsets(params: Sequence[ShardedParam], plan: FlatPlan, dtype: tor
 
 
 def _place_numel(param: ShardedParam, slot: FlatSlot, plan: FlatPlan) -> int:
-    """Where the first dim is cut, a whole is followed by its padding."""
+    """Counts the elements that a parameter takes: where the first dim is cut, its padding follows it."""
     return plan.num_shards * slot.padded_numel if param.dim == 0 else slot.numel
 
 

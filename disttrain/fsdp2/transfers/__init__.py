@@ -1,1 +1,1 @@
-"""How values go over the wire: in which form, how many modules' at once, over which communicators."""
+"""Moves values over the wire: in which form, how many modules' at once, over which communicators."""

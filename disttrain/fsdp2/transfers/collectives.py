@@ -110,7 +110,7 @@ def start_gather_in_place(
 
 
 def sent_numels(shards: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[int]:
-    """How many elements of a row of the gathered output are each group's; bytes where dtypes differ."""
+    """Counts the elements of a row of the gathered output that are each group's; bytes where dtypes differ."""
     if len(set(dtypes)) == 1:
         return [shard.numel() for shard in shards]
     return [_aligned(shard.numel() * dtype.itemsize) for shard, dtype in zip(shards, dtypes, strict=True)]
@@ -141,7 +141,8 @@ def _aligned(num_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Averaging:
-    """How sums of gradients become averages: before the sum they are divided by `before`, after it by `after`.
+    """Factors that make averages of sums of gradients: before the sum they are divided by `before`, after it by
+    `after`.
 
     `before` is None where the transport averages.
     """
@@ -217,7 +218,7 @@ class Reduction:
 
 @dataclass(frozen=True)
 class ReductionPlan:
-    """What is done to packed gradients: averaged over the shards' ranks, and over those that hold copies."""
+    """Plan for packed gradients: averaged over the shards' ranks, and over those that hold copies."""
 
     sharding: Sharding
     group: ProcessGroup
@@ -231,7 +232,7 @@ class ReductionPlan:
 
     @property
     def op(self) -> ReduceOp.RedOpType:
-        """What the transport does to gradients."""
+        """The reduction that the transport does."""
         return ReduceOp.AVG if self.averaging.before is None else ReduceOp.SUM
 
     @property
@@ -244,7 +245,7 @@ class ReductionPlan:
         return unreduced is not None or self.has_sum or self.averaging.after is not None or self.hook is not None
 
     def sum_replicas(self, output: torch.Tensor, unreduced: torch.Tensor | None, *, async_op: bool) -> Work | None:
-        """What follows the reduce-scatter, on the current stream; Work where `async_op`."""
+        """Sums over the replicas after the reduce-scatter, on the current stream; Work where `async_op`."""
         if unreduced is not None:
             output.add_(unreduced)
         if not self.has_sum:
@@ -252,7 +253,7 @@ class ReductionPlan:
         return all_reduce(output, self.op, group=self.sharding.replicate_group, async_op=async_op)
 
     def rest(self, output: torch.Tensor, streams: CommStreams) -> None:
-        """What follows that, on the current stream."""
+        """Finishes the average after that, on the current stream."""
         if self.averaging.after is not None and (self.reduces_over_replicas or self.sharding.replicate_group is None):
             output.div_(self.averaging.after)
         if self.hook is not None:
@@ -320,8 +321,8 @@ def _start_reduce_scatter(
 def _pack(
     grads: Sequence[torch.Tensor], plan: FlatPlan, dtype: torch.dtype, num_in_place: int
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """What is reduced: the first gradients each by itself, the others as one. Returns also how much of a rank's buffer
-    comes of each."""
+    """Packs gradients: the first ones each by itself, the others as one. Returns also how much of a rank's buffer comes
+    of each."""
     packed, numels = [], plan.split_sizes[:num_in_place]
     if num_in_place:
         packed = _in_places(grads[:num_in_place], plan.slots[:num_in_place], plan.num_shards, dtype)

@@ -1,4 +1,4 @@
-"""What all groups of one model share: streams, and the buffers that a stream may still be reading."""
+"""State that all groups of one model share: streams, and the buffers that a stream may still be reading."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Comm:
-    """What all groups of one model share: streams, and the buffers that a stream may still be reading."""
+    """Streams, and the buffers that a stream may still be reading: shared by all groups of one model."""
 
     def __init__(self, device: torch.device) -> None:
         self.streams = CommStreams(device)

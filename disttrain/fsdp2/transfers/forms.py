@@ -41,7 +41,8 @@ class TransferCost:
 
 
 def plan_form(whole_bytes: Sequence[int], form: str | None, cost: TransferCost | None) -> tuple[bool, ...]:
-    """Which of a group's parameters, of so many bytes, go right into their places. `form` is what the user asks for.
+    """Chooses the parameters of a group, of so many bytes, that go right into their places. `form` is what the user
+    asks for.
 
     `cost` is None where the group stays within a host, or nothing is known about its network.
     """
@@ -58,8 +59,8 @@ def plan_form(whole_bytes: Sequence[int], form: str | None, cost: TransferCost |
 
 
 def may_go_together(num_bytes: int, asked: int | None, costs: Iterable[TransferCost | None]) -> bool:
-    """Whether a module of so many bytes is gathered or reduced with others. `costs` are those over the ranks that share
-    its parameters, and over those that hold copies."""
+    """True where a module of so many bytes is gathered or reduced with others. `costs` are those over the ranks that
+    share its parameters, and over those that hold copies."""
     if asked is not None:
         return asked > 1
     most = (_FEW_LATENCIES * cost.latency_s * cost.bytes_per_s for cost in costs if cost is not None)
@@ -67,8 +68,9 @@ def may_go_together(num_bytes: int, asked: int | None, costs: Iterable[TransferC
 
 
 def reduce_buckets(children: Sequence[int], num_bytes: Sequence[int]) -> list[list[int]]:
-    """Which parameters of a root, of so many bytes and held by these of its children, are reduced as one, before its
-    backward ends: the last child's first, as backward reaches them. Children are put together until a part is large."""
+    """Groups parameters of a root, of so many bytes and held by these of its children, that are reduced as one before
+    its backward ends: the last child's first, as backward reaches them. Children are put together until a bucket is
+    large."""
     parts: list[list[int]] = [[]]
     part_bytes, last_child = 0, None
     for place in sorted(range(len(children)), key=lambda place: -children[place]):
@@ -82,13 +84,14 @@ def reduce_buckets(children: Sequence[int], num_bytes: Sequence[int]) -> list[li
 
 
 def reduces_in_place(forms: Sequence[Sequence[bool]]) -> bool:
-    """Whether what several groups, whose parameters are gathered so, reduce together is in place: where all of it is.
+    """True where several groups, whose parameters are gathered so, reduce together in place: where all of them are.
     Else it is one message."""
     return all(all(form) for form in forms)
 
 
 def plan_together(whole_bytes: Sequence[int], asked: int | None, cost: TransferCost | None) -> list[int]:
-    """How many of the modules that run one after the other, of so many bytes each, are gathered as one, set by set.
+    """Counts the modules that are gathered as one, set by set, of those that run one after the other and have so many
+    bytes each.
 
     With k of n modules in a set a step takes n / k latencies, and waits for a set's bytes before its first module runs
     and after its last: the sum is least for k = sqrt(n * latency * bandwidth / (2 * bytes of a module)).

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Gathering:
-    """What is being gathered of some groups. Who waits for one of them has all: they came as one message."""
+    """A gather of some groups under way. Who waits for one of them has all: they came as one message."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a gather over a group that leaves its host costs: measured once, by all of its ranks together."""
+"""Measures the cost of a gather over a group that leaves its host: once, by all of its ranks together."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _gathering_s(num_bytes: int, group: ProcessGroup, device: torch.device) -> f
 
 
 def _told(seconds: float, group: ProcessGroup, device: torch.device) -> float:
-    """What the group's first rank has found: it decides, since plans must be alike on all."""
+    """Returns the measurement of the group's first rank: it decides, since plans must be alike on all."""
     told = torch.tensor(seconds, dtype=torch.float64).to(device)
     broadcast(told, group=group, group_src=0)
     return told.item()

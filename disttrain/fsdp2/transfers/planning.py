@@ -1,4 +1,4 @@
-"""How the groups of a model go over the wire, decided when its root first runs. The plan itself is pure."""
+"""Plans how the groups of a model go over the wire, when its root first runs. The plan itself is pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SetPlan:
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """How a root's modules, `states`, go over the wire.
+    """Plan of how a root's modules, `states`, go over the wire.
 
     `in_place`: which parameters of each group; `apart`: groups that are reduced over a communicator of their own;
     `sets`: what goes together; `costs`: what was taken for the cost over the ranks that share parameters, if known.
@@ -122,7 +122,7 @@ def _may_join(state: ShardState, cost_of: CostOf) -> bool:
 
 
 def _kind(state: ShardState) -> tuple[object, ...]:
-    """What modules that go together have in common."""
+    """Returns a value that is alike for modules that may go together."""
     first = state.groups[0]
     frees = state.unit.reshard_after_forward is not False
     return (first.sharding, state.device, first.is_offloaded, first.reduces_as, state.transfers, frees)

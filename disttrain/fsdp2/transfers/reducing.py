@@ -23,7 +23,7 @@ Owed = tuple["ParamGroup", Sequence[ShardedParam]]
 
 
 class _Part:
-    """What one group gives to a reduction."""
+    """The gradients that one group gives to a reduction."""
 
     def __init__(
         self, group: ParamGroup, params: Sequence[ShardedParam], *, all_receive: bool, may_be_in_place: bool
@@ -95,7 +95,7 @@ def reduce_together(owed: Sequence[Owed], scale: float | None = None) -> None:
 
 
 def plan_of(group: ParamGroup, params: Sequence[ShardedParam]) -> FlatPlan:
-    """How shards of some of the group's parameters lie in a buffer."""
+    """Lays shards of some of the group's parameters out in a buffer."""
     return plan_flat([param.front_shape for param in params], group.sharding.num_shards)
 
 
@@ -105,7 +105,7 @@ def _joined(plans: Sequence[FlatPlan]) -> FlatPlan:
 
 
 def _unreduced(parts: Sequence[_Part]) -> torch.Tensor | None:
-    """What earlier backward passes have left to be reduced over the replicas, laid out as the parts are."""
+    """Returns what earlier backward passes have left to be reduced over the replicas, laid out as the parts are."""
     if not any(part.group.unreduced for part in parts):
         return None
     found = [

@@ -1,4 +1,4 @@
-"""What makes a schedule right, one rule per file. Each takes a schedule and yields what breaks its rule.
+"""The rules of a right schedule, one per file. Each takes a schedule and yields what breaks it.
 
 Later ones may rely on earlier ones' having found nothing.
 """

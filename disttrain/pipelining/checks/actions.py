@@ -31,7 +31,7 @@ def _wrong_overlap(action: Action) -> tuple[str, str] | None:
 
 
 class _Allowed:
-    """What a schedule's stages, microbatches and wiring allow."""
+    """The actions that a schedule's stages, microbatches and wiring allow."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.home = schedule.placement.ranks
@@ -49,7 +49,7 @@ class _Allowed:
         }
 
     def wrong(self, rank: int, part: Action) -> tuple[str, str] | None:
-        """What is wrong, and a remedy."""
+        """Returns the broken rule and a remedy; None where the action is allowed."""
         if not 0 <= part.stage < len(self.home):
             return f"there are {len(self.home)} stages.", f"Name one from 0 to {len(self.home) - 1}."
         if self.home[part.stage] != rank:

@@ -31,7 +31,7 @@ def messages_needed(schedule: Schedule) -> Iterator[Action]:
 
 
 def _once_each(schedule: Schedule) -> Iterator[Problem]:
-    """What is sent needlessly is no longer there: each message's ends are wired."""
+    """Yields messages that are missing or there twice. Needless ones have been refused before: both ends are wired."""
     seen = Counter(action for actions in schedule.ranks for action in actions if action.op in MESSAGES)
     for send in messages_needed(schedule):
         for end in (send, send.other_end):
@@ -41,7 +41,7 @@ def _once_each(schedule: Schedule) -> Iterator[Problem]:
 
 
 def _same_order(schedule: Schedule) -> Iterator[Problem]:
-    """Where the lists of a pair differ first."""
+    """Yields the first difference between the lists of each pair of ranks."""
     lists: defaultdict[tuple[int, int], list[tuple[int, Action]]] = defaultdict(list)
     home = schedule.placement.ranks
     for rank, actions in enumerate(schedule.ranks):

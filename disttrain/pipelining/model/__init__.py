@@ -1,1 +1,1 @@
-"""How a model becomes stages, and how a stage's backward is split."""
+"""Cuts a model into stages, and splits the backward of a stage."""

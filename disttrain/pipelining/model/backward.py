@@ -112,7 +112,7 @@ class Backward:
         return tuple(of_inputs.get(id(given)) for given in inputs)
 
     def _keep_found(self, leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
-        """What had to be computed with the gradients of the inputs waits for the rest."""
+        """Keeps gradients of weights that had to be computed with those of the inputs until the rest is asked for."""
         found = [(leaf, grad) for leaf, grad in zip(leaves, grads, strict=True) if grad is not None]
         if found:
             rest = [grad for _, grad in found]

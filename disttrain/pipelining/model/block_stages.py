@@ -105,7 +105,7 @@ def _stage(model: nn.Module, parts: Parts, own: range, *, is_first: bool, is_las
 
 @dataclass
 class _Part:
-    """How a stage is called. `unchecked`: blocks of which nobody knows yet that they return one tensor."""
+    """The way in which a stage is called. `unchecked`: blocks of which nobody knows yet that they return one tensor."""
 
     takes: str | None
     takes_no_cache: bool

@@ -77,7 +77,7 @@ def _check_sent(nodes: Sequence[fx.Node]) -> None:
 
 
 class _Names:
-    """What the graph's attributes are, and what they are called in the model."""
+    """The graph's attributes, and their names in the model."""
 
     def __init__(self, traced: fx.GraphModule, model: nn.Module) -> None:
         self._traced = traced

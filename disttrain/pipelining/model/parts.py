@@ -1,4 +1,4 @@
-"""What an ordinary model consists of: modules before its blocks, the blocks, modules after them, and helpers."""
+"""Finds the parts of an ordinary model: modules before its blocks, the blocks, modules after them, and helpers."""
 
 from __future__ import annotations
 

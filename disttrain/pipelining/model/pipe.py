@@ -37,7 +37,7 @@ def pipe_split() -> None:
 
 
 class SplitPoint(Enum):
-    """Where a stage begins: before a submodule runs, or after it."""
+    """The point at which a stage begins: before a submodule runs, or after it."""
 
     BEGINNING = 1
     END = 2

@@ -1,4 +1,4 @@
-"""What a model becomes that is cut: one module per stage, and what ties them together."""
+"""A model that has been cut: one module per stage, and what ties them together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When to gather a stage's sharded parameters, and when to let go of them.
+"""Inserts the gathers of a stage's sharded parameters, and the points at which they are freed.
 
 What is unsharded at any time is what the next computations need, as far as there is room: the stage that is needed next
 is gathered (a prefetch, if others come before it), and what is not among the next ones is let go of. That is Belady's

@@ -1,4 +1,5 @@
-"""What all pictures agree on: which kind an action is drawn as, its label, and one line that sums the timeline up."""
+"""Properties that all pictures share: the kind that an action is drawn as, its label, and one line that sums the
+timeline up."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def drawn(span: Span) -> Iterator[tuple[Action, float, float, int, int]]:
 
 
 def turn(timeline: Timeline, stage: int) -> int:
-    """Which of its rank's stages this is: 0 for the first."""
+    """Returns the position of the stage among those of its rank, from 0."""
     placement = timeline.schedule.placement
     return placement.stages[placement.ranks[stage]].index(stage)
 

@@ -58,7 +58,7 @@ _Row = dict[int, tuple[str, int]]
 
 
 def _row(timeline: Timeline, rank: int, unit_s: float) -> _Row:
-    """What lasts longer than a column goes on without a label."""
+    """Draws one rank. What lasts longer than a column goes on without a label."""
     row: _Row = {}
     for span in timeline.compute[rank]:
         for part, start_s, end_s, lane, _ in drawn(span):

@@ -41,8 +41,8 @@ _Step = tuple[Callable[[Action], None], Action, str]
 
 
 class _Program(NamedTuple):
-    """What is known of a schedule before it runs: what to call for each action of this rank, and how observers are told
-    of it; of each stage, where it takes from and gives to."""
+    """A schedule, prepared to run: the function for each action of this rank, the label that observers are told, and
+    the stages that each stage takes from and gives to."""
 
     schedule: Schedule
     steps: list[_Step]
@@ -200,7 +200,7 @@ class Executor:
         return args, given
 
     def _take(self, giver: Hop, stage: int, microbatch: int) -> tuple[Form, list[torch.Tensor]]:
-        """What another stage has returned, as leaves."""
+        """Returns the output of another stage, as leaves."""
         message = giver.stage, stage, microbatch
         if giver.is_here:
             form, tensors, made = self._now.handed.pop(message)
@@ -340,7 +340,7 @@ class Executor:
         return [pool.take(form.shape, form.dtype) for form in forms]
 
     def _arrived(self, message: Message) -> Sequence[torch.Tensor]:
-        """What has been received."""
+        """Returns the tensors that have been received."""
         now = self._now
         if message not in now.inbox:
             due = now.due[self._home[message[0]]]

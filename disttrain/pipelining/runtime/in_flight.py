@@ -1,4 +1,4 @@
-"""What is under way between the actions of one rank: microbatches between forward and backward, and messages."""
+"""State between the actions of one rank: microbatches between forward and backward, and messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Microbatch = tuple[int, int]
 
 @dataclass(frozen=True)
 class Batch:
-    """What this rank is given: of each microbatch, arguments for the first stage and keywords for all of its stages."""
+    """The input of this rank: of each microbatch, arguments for the first stage and keywords for all of its stages."""
 
     args: Sequence[tuple[Any, ...]]
     kwargs: Sequence[Mapping[str, Any]]
@@ -33,7 +33,8 @@ Message = tuple[int, int, int | None]
 
 
 class Handed(NamedTuple):
-    """What stays on this rank: tensors, their form (of gradients none), and when their stage had made them."""
+    """Values for another stage of this rank: tensors, their form (of gradients none), and when their stage had made
+    them."""
 
     form: Form | None
     tensors: Sequence[torch.Tensor]
@@ -81,7 +82,7 @@ class Pass:
 
 
 def label_of(action: Action) -> str:
-    """How observers are told of what is done for it."""
+    """Returns the text by which observers know this action."""
     if action.children:
         return ", ".join(map(label_of, action.children))
     microbatch = "" if action.microbatch is None else f" microbatch {action.microbatch}"

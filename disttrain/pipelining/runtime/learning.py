@@ -1,4 +1,4 @@
-"""How large messages are: the sender tells it once, or every time where shapes change, through the store."""
+"""Learns the sizes of messages: the sender tells them once, or every time where shapes change, through the store."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class Forms:
             told.check(f"what stage {source} returns for microbatch {microbatch}", form)
 
     def told(self, source: int, target: int, microbatch: int) -> Form:
-        """What `source` has sent to `target`."""
+        """Returns what `source` has told of its messages to `target`."""
         return self._told[source, target, microbatch * self._is_dynamic]
 
     def hear(self, source: int, target: int, microbatch: int) -> Form:
-        """What `source` sends to `target`. Raises: CollectiveTimeoutError when it does not come."""
+        """Waits until `source` tells of its messages to `target`. Raises: CollectiveTimeoutError when it does not."""
         message = source, target, microbatch * self._is_dynamic
         form = self._heard.get(message)
         if form is None:

@@ -1,4 +1,4 @@
-"""What the last stage makes of its outputs: losses, and outputs for who asked for them."""
+"""Results of the last stage: losses, and outputs for who asked for them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Losses:
         return loss
 
     def root_grad(self, loss: torch.Tensor) -> torch.Tensor:
-        """What a backward from this loss begins with: one tensor for all losses that are alike."""
+        """Returns the gradient that a backward from this loss begins with: one tensor for all losses that are alike."""
         known = self._root_grad
         if known is None or type(loss) is not torch.Tensor or known.shape != loss.shape or known.dtype != loss.dtype:
             known = self._root_grad = torch.full_like(loss, self._scale)

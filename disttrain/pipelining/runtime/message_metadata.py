@@ -1,4 +1,4 @@
-"""What one stage hands to another: how it is nested, and how large each tensor is.
+"""Metadata of a message between stages: how its values are nested, and how large each tensor is.
 
 Whoever receives must know before the first byte comes. A form travels once, as msgpack, through the store; after that
 both sides hold what is sent against it.
@@ -27,7 +27,7 @@ _KINDS: dict[str, type[Placement]] = {kind.__name__: kind for kind in (Shard, St
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a DTensor lies on its mesh, which on the receiver's side is another one with the same axes."""
+    """Placements of a DTensor on its mesh, which on the receiver's side is another one with the same axes."""
 
     axis_names: tuple[str, ...]
     placements: tuple[Placement, ...]
@@ -60,7 +60,7 @@ class TensorForm:
 
 @dataclass(frozen=True)
 class Constant:
-    """What is no tensor: the same for all microbatches."""
+    """A value that is no tensor: the same for all microbatches."""
 
     value: Any
 
@@ -158,7 +158,7 @@ def unpack_form(data: bytes) -> Form:
 
 
 def part_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What of this tensor travels: memory without gaps."""
+    """Returns the memory of this tensor that travels, without gaps."""
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
     if tensor.requires_grad:

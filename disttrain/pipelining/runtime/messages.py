@@ -105,14 +105,14 @@ class Mail:
         self._channels = open_channels(self.ways[0], self._device, pairs, self._largest_bytes, self._num_slots)
 
     def finish(self) -> None:
-        """What has been sent has gone; on CUDA it may still be going, and nobody waits for it."""
+        """Ends sends that have gone; on CUDA they may still be going, and nobody waits for them."""
         for under_way in self._under_way.values():
             while under_way and self._device.type == "cpu":
                 under_way.popleft()[0].wait()
 
     @property
     def ended_by(self) -> str:
-        """What another rank has failed in; empty while all is well."""
+        """Returns the failure of another rank; empty while all is well."""
         return next(filter(None, (way.find_reason() for way in self.ways)), "")
 
     def give_up(self, operation: str, error: Exception) -> None:
@@ -124,7 +124,7 @@ class Mail:
             way.give_up(operation, error)
 
     def _channels_for(self, tensor: torch.Tensor) -> PeerChannels | None:
-        """How a tensor goes that both ends know the size of."""
+        """Returns the channels for a tensor whose size both ends know."""
         channels = self._channels
         return channels if channels is not None and self.may_wait and tensor.nbytes <= channels.slot_bytes else None
 

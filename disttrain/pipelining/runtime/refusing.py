@@ -1,4 +1,4 @@
-"""What a rank gets wrong before the first step is told to the others, which wait for it there."""
+"""Tells the other ranks, which wait for it, what one rank gets wrong before the first step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the stages of all ranks hang together: what each rank tells the others before the first step, held together."""
+"""Connections between the stages of all ranks, from what each rank tells the others before the first step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OPERATION = "pipelining.step"
 
 @dataclass(frozen=True)
 class StageFacts:
-    """What the others must know of one stage."""
+    """Facts about one stage that the other ranks must know."""
 
     stage: int
     num_stages: int
@@ -29,8 +29,8 @@ class StageFacts:
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank knows, and the others should know alike. `plan` names all else on which they must agree; `problem`
-    is what it has found wrong by itself."""
+    """Facts about one rank that the others should know alike. `plan` names all else on which they must agree; `problem`
+    is what the rank has found wrong by itself."""
 
     stages: tuple[StageFacts, ...]
     plan: Mapping[str, Any]
@@ -58,7 +58,7 @@ class Hop(NamedTuple):
 
 @dataclass(frozen=True)
 class Routes:
-    """Who gives what to whom.
+    """The stages that give values to each stage, and those that take them.
 
     `inputs`: of each stage, the values that it takes; None: all that the one before returns. `labels`: by pair of
     stages, the tied weights of which one tells the other its gradient.
@@ -69,7 +69,7 @@ class Routes:
     wiring: Wiring
 
     def taken(self, source: int, target: int) -> tuple[int, ...] | None:
-        """Which tensors of `source` go to `target`; None: all of them."""
+        """Returns the tensors of `source` that go to `target`; None: all of them."""
         inputs = self.inputs[target]
         if inputs is None:
             return None

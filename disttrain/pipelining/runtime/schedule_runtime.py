@@ -250,7 +250,7 @@ class PipelineSchedule:
         return batch, [one["target"] for one in split_args_kwargs_into_chunks((), {"target": target}, num)[1]]
 
     def _set_up(self) -> Running:
-        """What one rank has wrong, all learn here. Collective."""
+        """Sets up this rank; all learn what one rank has wrong. Collective."""
         plan = {
             "the schedule": f"{self.schedule.name} on {self.schedule.placement.ranks}",
             "n_microbatches": self.schedule.num_microbatches,

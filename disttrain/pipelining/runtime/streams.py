@@ -70,12 +70,12 @@ class Streams:
         self._buffers.clear()
 
     def buffers(self, stage: int) -> Buffers:
-        """What this stage receives into: free as of its own stream."""
+        """Returns the buffers that this stage receives into: free as of its own stream."""
         key = stage if self._own else None
         return self._buffers.get(key) or self._buffers.setdefault(key, Buffers(self._device))
 
     def mark(self, stage: int) -> torch.cuda.Event | None:
-        """What `stage` has been given to compute so far; None where all stages are on one stream."""
+        """Marks what `stage` has been given to compute so far; None where all stages are on one stream."""
         if not self._own:
             return None
         made = torch.cuda.Event()
@@ -96,7 +96,7 @@ class Streams:
 
 
 def are_apart(modules: Iterable[nn.Module]) -> bool:
-    """Whether no two have a parameter in common. Where two have, sums into its gradient on two streams would race."""
+    """True when no two have a parameter in common. Where two have, sums into its gradient on two streams would race."""
     parameters = [one for module in modules for one in module.parameters()]
     return len(set(parameters)) == len(parameters)
 

@@ -36,7 +36,7 @@ class TiedGradients:
             parameter.grad = None
 
     def parts(self, source: int, target: int) -> list[torch.Tensor]:
-        """What `source`, a stage here, tells `target`."""
+        """Returns the gradients that `source`, a stage here, sends to `target`."""
         parts = []
         for label in self._labels[source, target]:
             first, parameter = self._own[label]
@@ -49,7 +49,7 @@ class TiedGradients:
         return [torch.empty_like(part) for part in map(self._like, self._labels[source, target])]
 
     def take(self, source: int, target: int, parts: Sequence[torch.Tensor]) -> None:
-        """What has come."""
+        """Takes gradients that have come."""
         for label, part in zip(self._labels[source, target], parts, strict=True):
             self._received.setdefault(label, {})[source] = part
 
@@ -81,7 +81,7 @@ class TiedGradients:
 
 
 def find_problem(stages: Sequence[PipelineStage]) -> str:
-    """What is wrong with the tied weights of one rank; empty when nothing is."""
+    """Finds what is wrong with the tied weights of one rank; empty when nothing is."""
     first: dict[str, tuple[int, nn.Parameter]] = {}
     for stage in stages:
         for label in stage.tied:

@@ -15,7 +15,7 @@ from disttrain.errors import ScheduleError
 
 
 class Op(StrEnum):
-    """What kinds of actions there are; the value is torch's text."""
+    """The kinds of actions; the value is torch's text."""
 
     FORWARD = "F"
     BACKWARD_INPUT = "I"

@@ -1,4 +1,4 @@
-"""Where to cut a row of blocks so that the dearest stage costs as little as can be. Pure."""
+"""Cuts a row of blocks so that the dearest stage costs as little as can be. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from disttrain.errors import ScheduleError
 
 @dataclass(frozen=True)
 class BlockCosts:
-    """What each block costs, and what is done before the first and after the last one; in any one unit."""
+    """Costs of each block, and of what is done before the first and after the last one; in any one unit."""
 
     blocks: tuple[float, ...]
     before: float = 0

@@ -15,7 +15,7 @@ from disttrain.pipelining.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to make one kind of schedule. `stages_per_rank` is what it needs, or what it takes when nobody says."""
+    """A kind of schedule, and how to make it. `stages_per_rank` is what it needs, or what it takes when nobody says."""
 
     name: str
     make: Callable[[int, int, int], Schedule]

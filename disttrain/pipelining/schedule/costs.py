@@ -1,4 +1,4 @@
-"""What actions take: seconds of computing, bytes on links, bytes kept between forward and backward.
+"""Costs of actions: seconds of computing, bytes on links, bytes kept between forward and backward.
 
 The defaults are the units of the papers: F = I = W = 1, B = 2, messages in no time, one unit kept per forward until its
 W. Any number will do for a time, so integers and fractions stay exact.

@@ -1,4 +1,5 @@
-"""Which actions an action waits for, and which messages carry its result on. Passes, checks and players ask here."""
+"""Dependencies of actions: what each waits for, and the messages that carry its result on. Passes, checks and players
+ask here."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ class Dependencies:
 
 @lru_cache(maxsize=64)
 def dependencies(placement: Placement, wiring: Wiring) -> Dependencies:
-    """What holds of all schedules with this placement and wiring."""
+    """Returns the dependencies in all schedules with this placement and wiring."""
     schedule = Schedule("", placement, 1, ((),) * placement.num_ranks, wiring)
     kinds = Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.BACKWARD
     parts = {kind: [Action(kind, stage) for stage in range(placement.num_stages)] for kind in kinds}

@@ -52,7 +52,7 @@ def fill_weights(
 
 @dataclass(frozen=True)
 class Filled:
-    """What came of it, and what that costs."""
+    """Orders with W filled in, and what they cost."""
 
     template: Schedule
     ranks: tuple[tuple[Action, ...], ...]
@@ -101,7 +101,7 @@ class _Filling(Player):
             self.wake(rank, self.free_s[rank])
 
     def _choose(self, rank: int, state: _Rank, now_s: float) -> Action | None:
-        """What to do now; None: wait for the next arrival."""
+        """Returns what to do now; None: wait for the next arrival."""
         following = state.todo[0] if state.todo else None
         ready_s = None if following is None else self.ready_s(following)
         if state.pending:

@@ -1,4 +1,4 @@
-"""What a rank holds between forwards and backwards. Only the order of its actions decides, not their times."""
+"""Counts what a rank keeps between forwards and backwards. Only the order of its actions decides, not their times."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Peak:
 
 
 class KeptActivations:
-    """What one rank keeps for backwards to come: `live` of forwards, `pending` of I. It grows and shrinks by parts of
-    actions, each by what is kept for its stage."""
+    """Bytes, or a number, that one rank keeps for backwards to come: `live` of forwards, `pending` of I. It grows and
+    shrinks by parts of actions, each by what is kept for its stage."""
 
     def __init__(self, live_each: PerStage = 1, pending_each: PerStage = 1) -> None:
         self.live: float = 0

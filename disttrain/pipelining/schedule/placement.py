@@ -1,4 +1,4 @@
-"""Which rank holds which stage: a tuple, however it came about."""
+"""Placement of stages on ranks: a tuple, however it came about."""
 
 from __future__ import annotations
 

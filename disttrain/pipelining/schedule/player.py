@@ -63,11 +63,11 @@ class Player:
         return self.positions[rank] == len(self.schedule.ranks[rank])
 
     def times_of(self, action: Action) -> Times:
-        """When this computation or receive was over, of all microbatches."""
+        """Returns when this computation or receive was over, by microbatch."""
         return self._times.setdefault((action.op, action.stage, action.peer), {})
 
     def arrivals_of(self, send: Action) -> Times:
-        """When the receive at the message's other end was over, of all microbatches."""
+        """Returns when the receive at the message's other end was over, by microbatch."""
         assert send.peer is not None
         return self._times.setdefault((OTHER_END[send.op], send.peer, send.stage), {})
 
@@ -96,7 +96,7 @@ class Player:
         return True
 
     def ready_s(self, action: Action) -> float | None:
-        """When all is there that a computation uses; None where some of it is still to come."""
+        """Returns when all is there that a computation uses; None where some of it is still to come."""
         latest_s: float = 0
         for part in action.parts:
             for times in self.inputs[part.op][part.stage]:

@@ -13,7 +13,7 @@ from disttrain.pipelining.schedule.placement import Placement
 
 @dataclass(frozen=True)
 class Wiring:
-    """What goes between stages beside the activations that each hands to the next.
+    """Connections between stages beside the activations that each hands to the next.
 
     Args: skips  (from, to) pairs of stages, `to` at least two further;  ties  stages that share a weight, each with its
           copy: they add up their gradients after their last backward.

@@ -20,7 +20,7 @@ from disttrain.pipelining.schedule.timeline import Span, Timeline, Transfer
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """When everything happens.
+    """Plays the schedule, and returns when everything happens.
 
     Raises: ScheduleError when the schedule does not come to its end, of which `verify` says more, or the costs are for
             another number of stages.

@@ -1,4 +1,4 @@
-"""How far senders must be able to run ahead of receivers, where a send holds its rank until there is room.
+"""Counts how far senders must be able to run ahead of receivers, where a send holds its rank until there is room.
 
 A receiver takes a message when it computes with it, and all earlier ones of that sender with it. The ranks are played
 with ever more room until all come to their end; since nothing depends on chance, one play decides.

@@ -1,4 +1,4 @@
-"""What a simulation saw: when each action ran, when each message travelled, and what that says of the schedule."""
+"""The result of a simulation: when each action ran, when each message travelled, and what that says of the schedule."""
 
 from __future__ import annotations
 

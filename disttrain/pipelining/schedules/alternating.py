@@ -1,4 +1,5 @@
-"""What the 1F1B family shares: some forwards, then forward and backward in turn, then the backwards that are left."""
+"""The order that the 1F1B family shares: some forwards, then forward and backward in turn, then the backwards that are
+left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every generator asks of its counts."""
+"""Checks of counts that all generators share."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def require_microbatches(schedule: str, num_microbatches: int, least: int, why: 
 
 
 def microbatches_per_round(schedule: str, num_ranks: int, num_microbatches: int) -> int:
-    """How many microbatches visit one of a rank's stages before the next stage's turn: num_ranks, or up to twice as
-    many where that makes rounds of equal size.
+    """Counts the microbatches that visit one of a rank's stages before the next stage's turn: num_ranks, or up to twice
+    as many where that makes rounds of equal size.
 
     Raises: ScheduleError when it does not.
     """

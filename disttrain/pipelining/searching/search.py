@@ -38,7 +38,7 @@ class Found:
 
     @property
     def num_bytes(self) -> float:
-        """What the fullest rank keeps."""
+        """Bytes that the fullest rank keeps."""
         return max(peak.num_bytes for peak in self.timeline.peaks)
 
     @property

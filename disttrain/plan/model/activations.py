@@ -1,4 +1,4 @@
-"""What a block keeps for its backward, and what comes and goes beside it: bytes per token on one rank.
+"""Counts activations: what a block keeps for its backward, and what comes and goes beside it, in bytes on one rank.
 
 Counted tensor by tensor of a Llama's block under `disttrain.tp` with the sequence cut, whose layers keep their gathered
 input, so that backward need not gather it again:
@@ -65,7 +65,7 @@ def kept_of(job: Job, choice: Choice) -> Kept:
 
 
 def is_lean(job: Job, choice: Choice) -> bool:
-    """Whether the loss of logits keeps no copies of them in float32."""
+    """True where the loss of logits keeps no copies of them in float32."""
     return choice.mesh.tp > 1 or (choice.schedule is not None and job.has_lean_loss)
 
 

@@ -63,7 +63,8 @@ def memory_of(job: Job, choice: Choice) -> Memory:
 
 
 def resting_bytes(job: Job, choice: Choice) -> int:
-    """What is there all the time on the rank that has most: less than any choice on this mesh takes at its peak."""
+    """Returns the parameters and optimizer state of the rank that has most: less than any choice on this mesh takes at
+    its peak."""
     return max(sum(_resting(job, choice, [stage]).values()) for stage in parts_of(job, choice))
 
 
@@ -129,7 +130,7 @@ def _shard(job: Job, choice: Choice, stages: Sequence[StageParts]) -> int:
 
 
 def _coming_of(job: Job, choice: Choice, stages: Sequence[StageParts], stretch: Peak) -> dict[str, int]:
-    """What comes and goes of parameters and gradients."""
+    """Returns the bytes of a stretch that are gathered parameters, sums and packed gradients, and reduced gradients."""
     total, gradients = stretch.num_bytes, stretch.by_kind.get(REDUCED, 0)
     if job.precision.is_sharded:
         return {"gradients": gradients, "unsharded": total - gradients}

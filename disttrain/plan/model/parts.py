@@ -1,4 +1,4 @@
-"""What of the model each rank holds: its stages, in blocks, and the elements of their parameters."""
+"""Parts of the model on each rank: its stages, in blocks, and the elements of their parameters."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Elements:
         return stage.num_blocks * self.block + self.outside(stage, is_tied=is_tied)
 
     def outside(self, stage: StageParts, *, is_tied: bool) -> int:
-        """What is in no block: `fully_shard` on the stage gathers that by itself."""
+        """Counts what is in no block: `fully_shard` on the stage gathers that by itself."""
         both = self.embedding * stage.has_embedding + self.head * stage.has_head
         return both - self.embedding * (is_tied and stage.has_embedding and stage.has_head)
 
@@ -146,5 +146,5 @@ schedule_of = cache(make_schedule)
 
 @cache
 def stages_of_ranks(name: str, num_ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Which stages each rank has. Raises: ScheduleError."""
+    """Returns the stages of each rank. Raises: ScheduleError."""
     return schedule_of(name, num_ranks, _FILLING * num_ranks).placement.stages

@@ -1,4 +1,4 @@
-"""How large a Llama is: from our example's configuration, from Hugging Face's config.json, or by name."""
+"""Sizes of a Llama: from our example's configuration, from Hugging Face's config.json, or by name."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ class LlamaSizes:
         return self.num_layers * (self.block_matrix_elements + 2 * self.dim) + tables + self.dim
 
     def flops(self, num_tokens: int, seq_size: int) -> float:
-        """What a step needs: 6 per element of each matrix but the embedding, and the causal half of attention; nothing
-        that is computed twice."""
+        """Counts the FLOPs of a step: 6 per token and element of each matrix but the embedding, and the causal half of
+        attention; nothing that is computed twice."""
         matrices = self.num_layers * self.block_matrix_elements + self.vocab_elements
         return num_tokens * (6.0 * matrices + 6.0 * self.num_layers * seq_size * self.query_size)
 

@@ -1,1 +1,1 @@
-"""What `fully_shard` does in a step with the parameters that a rank holds."""
+"""A step of `fully_shard` on the parameters that one rank holds."""

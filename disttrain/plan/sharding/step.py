@@ -23,7 +23,7 @@ _FEW_BLOCKS = 4
 
 @dataclass(frozen=True)
 class Step:
-    """What a step takes on one rank.
+    """Memory and messages of a step on one rank.
 
     Args: stretches  the fullest moment of each stretch, in as many microbatches as differ from each other;  messages
           of each microbatch but the last;  last_messages  of the last.
@@ -43,7 +43,7 @@ class Step:
 def step_of(sharding: Sharding, choice: Choice, stages: tuple[StageParts, ...]) -> Step:
     """The step of a rank that holds these stages of a pipeline, or without one the whole model."""
     if choice.schedule is None:
-        # The first one finds no gradients, the next one those of before; where only the last one reduces, it is another.
+        # The first one finds no gradients, the next one some; where only the last one reduces, that is a third kind.
         num_microbatches = min(choice.num_microbatches, 2 if choice.reduces_each else 3)
         return _step(sharding, stages[0], num_microbatches, reduces_each=choice.reduces_each)
     return _in_turn(sharding, stages)
@@ -169,7 +169,7 @@ class _Model:
         return SizedModule(name, Unit(groups, (), None), [(group, param) for group in groups for param in params])
 
     def _bundle(self, modules: Sequence[SizedModule], plan: Transfers) -> None:
-        """What goes together over the wire."""
+        """Bundles the groups of modules that go over the wire as one message."""
         start = 0
         for size in plan.sets:
             units = [module.unit for module in modules[start : start + size]]

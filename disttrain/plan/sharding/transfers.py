@@ -1,4 +1,4 @@
-"""How parameters go over the wire: in which form, and how many modules' together.
+"""Plans how parameters go over the wire: in which form, and how many modules' together.
 
 By the rules that `fully_shard` plans by itself (`fsdp2/transfers/forms.py`), for a model whose blocks are sharded one
 by one, and then the model, or a pipeline's stage, with what is in no block. What the links cost is the hardware's.
@@ -72,7 +72,7 @@ class Transfers:
 
 @cache
 def transfers_of(sharding: Sharding, stage: StageParts) -> Transfers:
-    """How the parameters of a stage go, of which a rank of tensor parallel has its part."""
+    """Plans the transfers of a stage, of which a rank of tensor parallel has its part."""
     sizes, precision, costs = sharding.sizes, sharding.precision, (sharding.shard_cost, sharding.replica_cost)
     children, outside = parameters_outside(sizes, sharding.tp, stage)
     block_bytes, outside_bytes = (

@@ -1,1 +1,1 @@
-"""How long a step takes."""
+"""Estimates the time and the traffic of a step."""

@@ -1,4 +1,4 @@
-"""How long a collective takes: a part that its bytes decide, and one that the number of ranks does.
+"""Estimates the time of a collective: a part that its bytes decide, and one that the number of ranks does.
 
 In a ring of n ranks a piece takes n - 1 hops for a gather, or for a reduction that leaves each rank its part, and
 2(n - 1) for an all-reduce. In a tree it takes 2 log2(nodes) between nodes, and for large tensors a little more is sent.
@@ -18,7 +18,7 @@ TREE_RATE: Final = 0.9
 
 @dataclass(frozen=True)
 class Link:
-    """What one rank of an axis has for itself, and how far the others are.
+    """Bandwidth and latency that one rank of an axis has for itself, and the hops to the others.
 
     Args: latency_s  of a message, or of a collective of two ranks, however small;  bytes_per_s  that it sends;
           num_ranks, num_nodes  of the axis;  node_step_s, network_step_s  for each hop beyond the first, within a node

@@ -1,4 +1,4 @@
-"""What a GPU and its links do in earnest: data sheets' peaks times the shares that real steps attain.
+"""Attained rates of GPUs and their links: data sheets' peaks times the shares that real steps attain.
 
 The shares are those of four H200 under our benchmarks (`benchmarks/results`: kernels, collectives_gpu, pipeline_gpu),
 and are taken for the other GPUs' too, which nobody has measured here. `--measure` measures yours.

@@ -1,4 +1,4 @@
-"""Which link a rank has along an axis of the mesh."""
+"""Finds the link that a rank has along an axis of the mesh."""
 
 from __future__ import annotations
 

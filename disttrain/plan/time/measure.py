@@ -102,7 +102,7 @@ def rates_of(device: torch.device, sizes: Sizes) -> dict[str, float]:
 
 
 def ring_of(device: torch.device, sizes: Sizes, where: str) -> dict[str, float]:
-    """What a rank sends per second of a large gather, and how long a small one takes. Collective."""
+    """Measures the bytes that a rank sends per second of a large gather, and the time of a small one. Collective."""
     num_ranks = get_world_size()
     part = torch.empty(sizes.gathered_bytes // num_ranks, dtype=torch.uint8, device=device)
     whole = torch.empty(part.numel() * num_ranks, dtype=torch.uint8, device=device)

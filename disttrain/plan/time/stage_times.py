@@ -1,5 +1,5 @@
-"""How long a stage computes: products, attention and memory at the rates that the hardware attains, with tensor
-parallel's communication where nothing hides it."""
+"""Estimates the time that a stage computes: products, attention and memory at the rates that the hardware attains, with
+tensor parallel's communication where nothing hides it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""How long a step takes: what stages compute, communication that nothing hides, and the bubble of the pipeline, which
-the simulator plays."""
+"""Estimates the time of a step: what stages compute, communication that nothing hides, and the bubble of the pipeline,
+which the simulator plays."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def times_of(job: Job, choice: Choice) -> Times:
 
 
 def likely_s(job: Job, choice: Choice) -> float:
-    """What a step hardly takes less than, without a simulation of its own: stages that are not alike only wait more."""
+    """Returns a likely lower bound on the time of a step, without a simulation of its own: stages that are not alike
+    only wait more."""
     if choice.schedule is None:
         return times_of(job, choice).step_s
     pp = choice.mesh.pp
@@ -89,7 +90,7 @@ def likely_s(job: Job, choice: Choice) -> float:
 
 
 def costs_of(job: Job, choice: Choice) -> Costs:
-    """What the simulator plays."""
+    """Returns the costs that the simulator plays with."""
     each = [stage_times(job, choice, stage) for stage in parts_of(job, choice)]
     link = link_of(job, choice, "pp")
     return Costs(
@@ -138,8 +139,8 @@ def _steady_s(timeline: Timeline) -> float:
 
 @cache
 def _even_rhythm(name: str, num_ranks: int) -> tuple[float, float]:
-    """Where all stages are alike, and F, I and W too: what a microbatch takes, and what comes on top of all, in units
-    of what a rank computes for one."""
+    """Returns what a microbatch takes and what comes on top of all, in units of what a rank computes for one
+    microbatch, where all stages are alike, and F, I and W too."""
     stages_per_rank = len(stages_of_ranks(name, num_ranks)[0])
     timeline = simulate(schedule_of(name, num_ranks, 4 * num_ranks), Costs().split(stages_per_rank))
     each = _steady_s(timeline) / 3
@@ -147,7 +148,7 @@ def _even_rhythm(name: str, num_ranks: int) -> tuple[float, float]:
 
 
 def _busiest_s(name: str, num_ranks: int, stages: Sequence[StageTimes]) -> float:
-    """What the rank with most to do computes for each microbatch."""
+    """Returns what the rank with most to do computes for each microbatch."""
     return max(sum(stages[stage].total_s for stage in own) for own in stages_of_ranks(name, num_ranks))
 
 

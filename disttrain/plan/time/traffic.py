@@ -1,4 +1,4 @@
-"""What each rank sends in a step, axis by axis, and over which links.
+"""Counts what each rank sends in a step, axis by axis, and over which links.
 
     dp         parameters are gathered; gradients, once in a step or for each microbatch, reduced and scattered
     replicate  reduced gradients are summed over copies
@@ -57,12 +57,12 @@ class Traffic:
 
 
 def ring_bytes(num_bytes: float, num_ranks: int) -> float:
-    """What a rank sends to gather so much, or to reduce and scatter it."""
+    """Counts what a rank sends to gather so much, or to reduce and scatter it."""
     return num_bytes * (num_ranks - 1) / num_ranks
 
 
 def activation_bytes(job: Job, choice: Choice) -> float:
-    """What a rank of tensor parallel sends for one gather, or one reduction, of a microbatch's activations."""
+    """Counts what a rank of tensor parallel sends for one gather, or one reduction, of a microbatch's activations."""
     tokens = choice.microbatch_size * job.seq_size
     return ring_bytes(tokens * job.sizes.dim * job.precision.compute_bytes, choice.mesh.tp)
 
@@ -80,7 +80,7 @@ def traffic_of(job: Job, choice: Choice) -> tuple[Traffic, ...]:
 
 
 def _of_shards(job: Job, choice: Choice) -> tuple[Traffic, Traffic]:
-    """What the machine of `fully_shard` sends, along both axes, on the rank that sends most along dp."""
+    """Counts the messages of `fully_shard` along both axes, on the rank that sends most along dp."""
     sharding, of_ranks = Sharding.of(job, choice), parts_of_ranks(job, choice)
     steps = [
         step_of(sharding, choice, stages).messages_of(choice.num_microbatches) for stages in dict.fromkeys(of_ranks)
