@@ -106,14 +106,14 @@ def when_backward_ends(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
-def have_hooks(leaves: Sequence[torch.Tensor], own: Callable[..., Any]) -> bool:
+def have_hooks(leaves: Sequence[torch.Tensor], own_hook: Callable[..., Any]) -> bool:
     """True where a hook waits for the gradient of a leaf, other than `own`, which is called after it has been added."""
     # All of it runs in C: it is asked of each parameter in each step.
     with without_overrides():
         if any(map(_BACKWARD_HOOKS, leaves)):
             return True
         later = chain.from_iterable(map(dict.values, filter(None, map(_POST_ACCUMULATE_HOOKS, leaves))))
-        return any(map(is_not, later, repeat(own)))
+        return any(map(is_not, later, repeat(own_hook)))
 
 
 def gradient_hooks(leaf: torch.Tensor) -> tuple[Callable[..., Any], ...]:
@@ -205,9 +205,9 @@ def several_gradients(hook: Callable[..., Any]) -> SeveralGradients | None:
 def move_hooks(leaf: torch.Tensor, to: torch.Tensor) -> None:
     """Let hooks that wait for the gradient of a leaf wait for that of another; their handles stay good."""
     to._backward_hooks = leaf._backward_hooks
-    hooks, own = leaf._post_accumulate_grad_hooks, to._post_accumulate_grad_hooks
+    hooks, target_hooks = leaf._post_accumulate_grad_hooks, to._post_accumulate_grad_hooks
     if hooks:
-        hooks.update(own or {})
+        hooks.update(target_hooks or {})
         to._post_accumulate_grad_hooks = hooks
 
 

@@ -275,8 +275,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     @functools.wraps(method)
     def gathered(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # A copy of the module has this function, too, and computes with its own parameters.
-        own = types.MethodType(method.__func__, self) if is_bound else method
-        return _state(self).run_gathered(self, own, args, kwargs)
+        bound = types.MethodType(method.__func__, self) if is_bound else method
+        return _state(self).run_gathered(self, bound, args, kwargs)
 
     setattr(module, method_name, types.MethodType(gathered, module))
 

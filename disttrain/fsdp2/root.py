@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class RootContext:
-    """The machine of one model, and the runner that carries out its commands."""
+    """The machine of one model, with the streams, the plan of transfers and the checks that its modules share."""
 
     def __init__(self, root: ShardState, states: list[ShardState], comm: Comm) -> None:
         self.root = root
@@ -89,10 +89,10 @@ class RootContext:
         self.run(self.model.backward_begins())
         # The engine alone holds this: it is gone when the pass fails, and the exception has reached whoever called.
         end = partial(RootContext.end_backward, self)
-        own = weakref.ref(self)
+        this = weakref.ref(self)
 
         def fail(_: object) -> None:
-            if (context := own()) is not None:
+            if (context := this()) is not None:
                 context.fail_backward()
 
         self._backward = weakref.ref(end, fail)

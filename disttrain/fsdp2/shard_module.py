@@ -77,8 +77,8 @@ def fully_shard(
     modules = _topmost(module if isinstance(module, list) else [module])
     together = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     mesh = mesh if mesh is not None else _whole_world(together)
-    for one in modules:
-        _check(one, mesh, reshard_after_forward)
+    for each in modules:
+        _check(each, mesh, reshard_after_forward)
     policies = (mp_policy, MixedPrecisionPolicy), (offload_policy, OffloadPolicy), (transfer_policy, TransferPolicy)
     for given, kind in policies:
         _check_policy(given, kind)
@@ -117,11 +117,11 @@ def fully_shard(
     left_alone = {(child, name) for child in unmanaged_modules(together) for name, _ in own_parameters(child)} - taken
     transfers = transfer_policy if transfer_policy is not None else TransferPolicy()
     state = ShardState(modules, groups, policy, device, reshard_after_forward, left_alone, transfers)
-    for one in modules:
-        compile_forward_alone(one)
-        set_state(one, state)
-        keep_parametrizations(one)
-        one.__class__ = _sharded_class(cast(Any, type(one)))
+    for each in modules:
+        compile_forward_alone(each)
+        set_state(each, state)
+        keep_parametrizations(each)
+        each.__class__ = _sharded_class(cast(Any, type(each)))
     return module
 
 
@@ -182,12 +182,12 @@ def _check(module: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool | in
 
 
 def _check_mesh(mesh: DeviceMesh, reshard_after_forward: bool | int | None) -> None:
-    rank, own = mesh.get_rank(), mesh.world.device.type
-    if mesh.device_type not in ("cpu", own):
+    rank, device_type = mesh.get_rank(), mesh.world.device.type
+    if mesh.device_type not in ("cpu", device_type):
         raise ShardingError(
             "fully_shard",
-            f"the mesh is one of {mesh.device_type!r}, and this rank computes on {own!r}.",
-            f"Make it for the device that is there: init_device_mesh({own!r}, ...).",
+            f"the mesh is one of {mesh.device_type!r}, and this rank computes on {device_type!r}.",
+            f"Make it for the device that is there: init_device_mesh({device_type!r}, ...).",
             rank=rank,
         )
     if mesh.ndim > 2:
@@ -240,9 +240,9 @@ def _move_to(module: nn.Module, device: torch.device, places: dict[nn.Parameter,
     """Move parameters to their places, and others and buffers to `device`; those on "meta" stay."""
     for child in unmanaged_modules(module):
         for tensor in (*(parameter for _, parameter in own_parameters(child)), *child.buffers(recurse=False)):
-            place = places.get(cast(nn.Parameter, tensor), device)
-            if tensor.device not in (place, torch.device("meta")):
-                tensor.data = tensor.data.to(place)
+            target = places.get(cast(nn.Parameter, tensor), device)
+            if tensor.device not in (target, torch.device("meta")):
+                tensor.data = tensor.data.to(target)
 
 
 def _managed(module: nn.Module, ignored: set[nn.Parameter]) -> Iterator[tuple[str, nn.Parameter, list[Owner]]]:

@@ -63,11 +63,11 @@ def _compare(options: argparse.Namespace) -> int:
 
 def _search(options: argparse.Namespace) -> int:
     costs = _costs(options)
-    found = search(options.ranks, options.microbatches, costs, max_bytes=options.max_kept)
+    best = search(options.ranks, options.microbatches, costs, max_bytes=options.max_kept)
     named = named_schedules(options.ranks, options.microbatches, {count: costs.split(count) for count in (1, 2)})
-    fitting: list[Found] = [one for one in named if one.num_bytes <= options.max_kept]
-    write(compare_table([*fitting, found], _is_terminal()))
-    _present(found.timeline, options)
+    fitting: list[Found] = [each for each in named if each.num_bytes <= options.max_kept]
+    write(compare_table([*fitting, best], _is_terminal()))
+    _present(best.timeline, options)
     return 0
 
 
@@ -123,24 +123,24 @@ def _parser() -> Parser:
     show.add_argument("name", metavar="SCHEDULE", type=_name, help="by name, as zbv or 1f1b")
     show.add_argument("--lowered", action="store_true", help="with messages, unsharding and reductions")
     compare = commands.add_parser("compare", help="a table of all schedules for these counts")
-    found = commands.add_parser("search", help="look for a better one, within bounds of memory")
-    found.add_argument(
+    searching = commands.add_parser("search", help="look for a better one, within bounds of memory")
+    searching.add_argument(
         "--max-kept", metavar="N", type=float, default=float("inf"), help="microbatches that a rank keeps"
     )
     check = commands.add_parser("check", help="verify a schedule in torch's CSV form")
     check.add_argument("file", metavar="FILE", type=Path)
     check.add_argument("--max-live", metavar="N", type=int, help="forwards that may wait for their backward")
     check.add_argument("--max-pending", metavar="N", type=int, help="backwards for inputs that may wait for their W")
-    for command in (show, compare, found):
+    for command in (show, compare, searching):
         command.add_argument("--ranks", metavar="N", type=int, default=4)
         command.add_argument("--microbatches", metavar="N", type=int, default=8)
     for command in (show, compare):
         command.add_argument("--stages-per-rank", metavar="N", type=int)
-    for command in (show, compare, found, check):
+    for command in (show, compare, searching, check):
         _add_costs(command)
-    for command in (show, found, check):
-        for kind, what in (("svg", "a picture"), ("trace", "a Chrome trace"), ("csv", "torch's CSV form")):
-            command.add_argument(f"--{kind}", metavar="FILE", type=Path, help=f"write {what}")
+    for command in (show, searching, check):
+        for kind, product in (("svg", "a picture"), ("trace", "a Chrome trace"), ("csv", "torch's CSV form")):
+            command.add_argument(f"--{kind}", metavar="FILE", type=Path, help=f"write {product}")
     return parser
 
 
@@ -148,7 +148,7 @@ def _add_costs(command: argparse.ArgumentParser) -> None:
     costs = command.add_argument_group(
         "times", "in any unit, of a whole rank's part of the model for one microbatch; it is shared by its stages"
     )
-    for name, default, what in (
+    for name, default, meaning in (
         ("forward", 1.0, "F"),
         ("input", 1.0, "I, the backward for inputs"),
         ("weight", 1.0, "W, the backward for weights"),
@@ -157,7 +157,7 @@ def _add_costs(command: argparse.ArgumentParser) -> None:
         ("message", 0.0, "a message: its bytes"),
         ("bandwidth", float("inf"), "a link: bytes per unit of time"),
     ):
-        costs.add_argument(f"--{name}", metavar="X", type=float, default=default, help=what)
+        costs.add_argument(f"--{name}", metavar="X", type=float, default=default, help=meaning)
 
 
 def _name(text: str) -> str:

@@ -80,13 +80,13 @@ def split_args_kwargs_into_chunks(
         raise ScheduleError(_SPLIT, f"There is a spec for {unknown[0]!r}, which is no argument.", "Leave it out.")
     kwargs_spec = {name: (kwargs_chunk_spec or {}).get(name, _DEFAULT) for name in kwargs}
     positional = [
-        _pieces(f"args[{place}]", value, spec, chunks)
-        for place, (value, spec) in enumerate(zip(args, args_spec, strict=True))
+        _pieces(f"args[{index}]", value, spec, chunks)
+        for index, (value, spec) in enumerate(zip(args, args_spec, strict=True))
     ]
     named = {name: _pieces(name, value, kwargs_spec[name], chunks) for name, value in kwargs.items()}
     return (
-        [tuple(pieces[place] for pieces in positional) for place in range(chunks)],
-        [{name: pieces[place] for name, pieces in named.items()} for place in range(chunks)],
+        [tuple(pieces[index] for pieces in positional) for index in range(chunks)],
+        [{name: pieces[index] for name, pieces in named.items()} for index in range(chunks)],
     )
 
 
@@ -117,8 +117,8 @@ def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:
         flat.append(paths)
     specs = _spread(_MERGE, "output", chunks[0], spec)
     merged = [
-        _merged(f"output{values[0][0]}", [value for _, value in values], one)
-        for values, one in zip(zip(*flat, strict=True), specs, strict=True)
+        _merged(f"output{values[0][0]}", [value for _, value in values], leaf_spec)
+        for values, leaf_spec in zip(zip(*flat, strict=True), specs, strict=True)
     ]
     return unflatten(merged, structure)
 
@@ -145,22 +145,22 @@ def _spread(operation: str, name: str, value: Any, spec: Any) -> list[TensorChun
             f"The spec of {name} is not nested as {name} is: {error}",
             "Give one spec for all that it holds, or nest them alike.",
         ) from error
-    for one in specs:
-        if not isinstance(one, TensorChunkSpec | None):
+    for leaf_spec in specs:
+        if not isinstance(leaf_spec, TensorChunkSpec | None):
             raise ScheduleError(
-                operation, f"The spec of {name} holds {one!r}.", "Write TensorChunkSpec(dim), or None for no cut."
+                operation, f"The spec of {name} holds {leaf_spec!r}.", "Write TensorChunkSpec(dim), or None for no cut."
             )
-    return [one for one, part in zip(specs, parts, strict=True) for _ in flatten(part, _is_whole)[0]]
+    return [leaf_spec for leaf_spec, part in zip(specs, parts, strict=True) for _ in flatten(part, _is_whole)[0]]
 
 
 def _pieces(name: str, value: Any, spec: Any, num_pieces: int) -> list[Any]:
     leaves, structure = flatten_with_paths(value, _is_whole)
     specs = _spread(_SPLIT, name, value, spec)
     cut = [
-        _cut(f"{name}{path}", leaf, one, num_pieces, is_default=spec is _DEFAULT)
-        for (path, leaf), one in zip(leaves, specs, strict=True)
+        _cut(f"{name}{path}", leaf, leaf_spec, num_pieces, is_default=spec is _DEFAULT)
+        for (path, leaf), leaf_spec in zip(leaves, specs, strict=True)
     ]
-    return [unflatten([pieces[place] for pieces in cut], structure) for place in range(num_pieces)]
+    return [unflatten([pieces[index] for pieces in cut], structure) for index in range(num_pieces)]
 
 
 def _cut(name: str, value: Any, spec: TensorChunkSpec | None, num_pieces: int, *, is_default: bool) -> Sequence[Any]:
@@ -194,13 +194,13 @@ def _cut_evenly(name: str, value: torch.Tensor, dim: int, num_pieces: int) -> Se
     return value.tensor_split(num_pieces, dim)
 
 
-def _check_divides(what: str, size: int, num_pieces: int) -> None:
+def _check_divides(subject: str, size: int, num_pieces: int) -> None:
     if size % num_pieces or size == 0:
         below = size // num_pieces * num_pieces
         sizes = f"{below} or {below + num_pieces}" if below else str(num_pieces)
         alike = " If all microbatches are to have it as it is, give None as its spec." if size == 1 else ""
         raise ScheduleError(
-            _SPLIT, f"{what}, which {num_pieces} microbatches of one size cannot share.", f"Make it {sizes}.{alike}"
+            _SPLIT, f"{subject}, which {num_pieces} microbatches of one size cannot share.", f"Make it {sizes}.{alike}"
         )
 
 
@@ -256,7 +256,7 @@ def _check_joinable(name: str, values: Sequence[torch.Tensor], dim: int) -> None
     for value in values:
         others = value.shape
         if len(others) != len(first) or any(
-            others[place] != first[place] for place in range(len(first)) if place != dim % len(first)
+            others[dim_index] != first[dim_index] for dim_index in range(len(first)) if dim_index != dim % len(first)
         ):
             raise ShapeError(
                 _MERGE,
@@ -266,7 +266,7 @@ def _check_joinable(name: str, values: Sequence[torch.Tensor], dim: int) -> None
             )
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one is other or torch.equal(one, other)
-    return bool(one == other)
+def _is_same(value: Any, other: Any) -> bool:
+    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+        return value is other or torch.equal(value, other)
+    return bool(value == other)

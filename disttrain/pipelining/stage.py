@@ -112,7 +112,7 @@ class PipelineStage:
             takes_layout = len(inspect.signature(self._get_mesh).parameters) > 1
             return self._get_mesh(axis_names, None) if takes_layout else self._get_mesh(axis_names)
         tensors: list[torch.Tensor] = list(self.submod.parameters())
-        meshes = dict.fromkeys(one.device_mesh for one in tensors if isinstance(one, DTensor))
+        meshes = dict.fromkeys(tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
         # One of just these axes before one that has more.
         for mesh in sorted(meshes, key=lambda mesh: mesh.ndim):
             if set(axis_names) <= set(mesh.mesh_dim_names or ()):

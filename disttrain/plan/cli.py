@@ -23,7 +23,7 @@ from disttrain.plan.time.times import timeline_of
 
 NOTHING_FITS = 1
 USAGE = 2
-_PRECISIONS = {one.name: one for one in (MIXED, PURE)}
+_PRECISIONS = {precision.name: precision for precision in (MIXED, PURE)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,10 +65,10 @@ def _picture(job: Job, choice: Choice) -> str:
 def _measure(options: argparse.Namespace) -> int:
     from disttrain.plan.time.measure import measure  # loads torch
 
-    found = measure(_hardware(options))
-    if found is not None:
-        options.measure.write_text(to_json(found), encoding="utf-8")
-        write(to_json(found).rstrip())
+    measured = measure(_hardware(options))
+    if measured is not None:
+        options.measure.write_text(to_json(measured), encoding="utf-8")
+        write(to_json(measured).rstrip())
     return 0
 
 
@@ -105,14 +105,14 @@ def _hardware(options: argparse.Namespace) -> Hardware:
 
 def _mesh(text: str, num_gpus: int) -> MeshSizes:
     """`dp=8,tp=4`, in any order."""
-    found: dict[str, int] = {}
+    axis_sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = part.strip().partition("=")
-        if name not in AXES or name in found or not size.isdecimal() or int(size) < 1:
+        if name not in AXES or name in axis_sizes or not size.isdecimal() or int(size) < 1:
             problem = f"{text!r} is no mesh, because of {part.strip()!r}."
             raise SettingError("plan --mesh", problem, f"Axes are {', '.join(AXES)}, each once: dp=8,tp=4.")
-        found[name] = int(size)
-    mesh = MeshSizes(**found)
+        axis_sizes[name] = int(size)
+    mesh = MeshSizes(**axis_sizes)
     if mesh.num_gpus != num_gpus:
         raise SettingError(
             "plan --mesh", f"{text!r} has {mesh.num_gpus} places, --gpus is {num_gpus}.", "Make them agree."

@@ -104,8 +104,8 @@ class MeshSizes:
 
     def size(self, axis: str) -> int:
         """Ranks along the axis."""
-        found: int = getattr(self, axis)
-        return found
+        num_ranks: int = getattr(self, axis)
+        return num_ranks
 
     def num_on_node(self, axis: str, node_size: int) -> int:
         """Ranks along the axis that share a node."""
@@ -158,9 +158,9 @@ def why_not(job: Job, mesh: MeshSizes) -> str | None:
     """The rule that a mesh breaks, whatever else is chosen; None: none."""
     sizes = job.sizes
     if mesh.tp > 1:
-        for what, count in (("heads", sizes.num_heads), ("the MLP", sizes.ffn_size), ("sequences", job.seq_size)):
+        for name, count in (("heads", sizes.num_heads), ("the MLP", sizes.ffn_size), ("sequences", job.seq_size)):
             if count % mesh.tp:
-                return f"tp={mesh.tp} does not divide {what} ({count})"
+                return f"tp={mesh.tp} does not divide {name} ({count})"
         if mesh.tp % sizes.num_kv_heads and sizes.num_kv_heads % mesh.tp:
             return f"tp={mesh.tp} and {sizes.num_kv_heads} heads of keys don't divide"
     if mesh.pp > sizes.num_layers:

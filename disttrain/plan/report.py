@@ -87,8 +87,8 @@ def _row(number: int, plan: Plan, job: Job) -> tuple[str, ...]:
         f"{plan.tokens_per_s_gpu(job):.0f}",
         f"{plan.utilization(job):.1%}",
         f"{times.bubble / times.step_s:.1%}",
-        _gib(sum(one.sent_bytes for one in plan.traffic)),
-        _gib(sum(one.between_bytes for one in plan.traffic)),
+        _gib(sum(traffic.sent_bytes for traffic in plan.traffic)),
+        _gib(sum(traffic.between_bytes for traffic in plan.traffic)),
     )
 
 
@@ -102,24 +102,24 @@ def _details(job: Job, plan: Plan) -> str:
         ("all of it", f"{_gib(memory.total_bytes)} GiB", f"{memory.total_bytes / job.usable_bytes:.1%} of room")
     )
     rows += [(name, _seconds(s), f"{s / times.step_s:.1%}") for name, s in times.by_part.items() if s]
-    for one in plan.traffic:
-        rows.append(_wire(one))
-        if one.form:
-            rows.append((f"{_INDENT}{one.form}", "", ""))
+    for traffic in plan.traffic:
+        rows.append(_wire(traffic))
+        if traffic.form:
+            rows.append((f"{_INDENT}{traffic.form}", "", ""))
     return table(("the first one's parts", "", ""), rows, words=(0,))
 
 
-def _wire(one: Traffic) -> tuple[str, str, str]:
-    where = f", {one.between_share:.0%} of it out of the node" if one.between_share else ""
+def _wire(traffic: Traffic) -> tuple[str, str, str]:
+    where = f", {traffic.between_share:.0%} of it out of the node" if traffic.between_share else ""
     return (
-        f"sent along {one.axis}{where}",
-        f"{_gib(one.sent_bytes)} GiB",
-        f"{one.num_calls} calls{_collectives(one)} of {_micro(one.latency_s)} at least",
+        f"sent along {traffic.axis}{where}",
+        f"{_gib(traffic.sent_bytes)} GiB",
+        f"{traffic.num_calls} calls{_collectives(traffic)} of {_micro(traffic.latency_s)} at least",
     )
 
 
-def _collectives(one: Traffic) -> str:
-    return f" ({one.num_collectives} collectives)" if one.num_collectives != one.num_calls else ""
+def _collectives(traffic: Traffic) -> str:
+    return f" ({traffic.num_collectives} collectives)" if traffic.num_collectives != traffic.num_calls else ""
 
 
 def _micro(seconds: float) -> str:
@@ -169,6 +169,6 @@ def _plan(job: Job, plan: Plan, model: str) -> dict[str, Any]:
         "times_s": plan.times.by_part,
         "step_s": plan.times.step_s,
         "utilization": plan.utilization(job),
-        "traffic": [asdict(one) for one in plan.traffic],
+        "traffic": [asdict(traffic) for traffic in plan.traffic],
         "command": command_of(job, plan.choice, model),
     }

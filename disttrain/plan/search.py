@@ -80,15 +80,15 @@ def find_plans(
     """The fastest choice that fits of each pair of pp and tp, of these the fastest `num_plans`; or of `mesh` alone."""
     refused: Counter[str] = Counter()
     possible: list[MeshSizes] = []
-    for one in meshes(job) if mesh is None else (mesh,):
-        rule = why_not(job, one)
-        if rule is None and (one.pp <= MOST_PIPELINE_RANKS or one == mesh):
-            possible.append(one)
+    for candidate in meshes(job) if mesh is None else (mesh,):
+        rule = why_not(job, candidate)
+        if rule is None and (candidate.pp <= MOST_PIPELINE_RANKS or candidate == mesh):
+            possible.append(candidate)
         elif rule is not None:
             refused[rule] += 1
     bounded: list[tuple[float, int, Choice, bool]] = []
-    for one in possible:
-        for choice in choices(job, one, schedules):
+    for candidate in possible:
+        for choice in choices(job, candidate, schedules):
             least_s = _least_s(job, choice)
             if least_s is not None:
                 bounded.append((least_s, len(bounded), choice, False))
@@ -125,17 +125,17 @@ def _least_s(job: Job, choice: Choice) -> float | None:
 def _best(job: Job, bounded: list[tuple[float, int, Choice, bool]], num_plans: int) -> tuple[Plan, ...]:
     """`bounded` as a heap, in which what has been looked at lies with its true time."""
     heapq.heapify(bounded)
-    found: dict[tuple[int, int], Plan] = {}
-    while bounded and len(found) < num_plans:
+    plans: dict[tuple[int, int], Plan] = {}
+    while bounded and len(plans) < num_plans:
         _, number, choice, is_known = heapq.heappop(bounded)
         kind = choice.mesh.pp, choice.mesh.tp
-        if kind in found:
+        if kind in plans:
             continue
         if is_known:
-            found[kind] = plan_of(job, choice)
+            plans[kind] = plan_of(job, choice)
         elif _fits(job, choice):
             heapq.heappush(bounded, (times_of(job, choice).step_s, number, choice, True))
-    return tuple(found.values())
+    return tuple(plans.values())
 
 
 def _fits(job: Job, choice: Choice) -> bool:
@@ -151,19 +151,19 @@ def leanest(job: Job, mesh: MeshSizes, schedules: Sequence[str] = SCHEDULES) -> 
     every = [choice for choice in choices(job, mesh, schedules) if choice.recomputes]
     # Sums of gradients over microbatches can be more than the activations of one large microbatch.
     lean = [choice for choice in every if choice.microbatch_size == 1 or choice.schedule is None]
-    found: list[tuple[int, int, Choice]] = []
+    by_bytes: list[tuple[int, int, Choice]] = []
     for number, choice in enumerate(lean):
         try:
-            found.append((memory_of(job, choice).total_bytes, number, choice))
+            by_bytes.append((memory_of(job, choice).total_bytes, number, choice))
         except ScheduleError:
             continue
-    return plan_of(job, min(found)[2]) if found else None
+    return plan_of(job, min(by_bytes)[2]) if by_bytes else None
 
 
 def _misfits(job: Job, possible: Sequence[MeshSizes], schedules: Sequence[str], num_plans: int) -> tuple[Misfit, ...]:
     """Copies of shards take more than fewer copies do, so meshes without them stand for those that have some."""
-    found = [plan for mesh in possible if mesh.replicate == 1 and (plan := leanest(job, mesh, schedules))]
-    lacking = sorted((plan for plan in found if not plan.fits(job)), key=lambda plan: plan.memory.total_bytes)
+    plans = [plan for mesh in possible if mesh.replicate == 1 and (plan := leanest(job, mesh, schedules))]
+    lacking = sorted((plan for plan in plans if not plan.fits(job)), key=lambda plan: plan.memory.total_bytes)
     return tuple(Misfit(plan, tuple(_remedies(job, plan, schedules))) for plan in lacking[:num_plans])
 
 

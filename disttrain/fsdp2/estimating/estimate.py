@@ -235,17 +235,17 @@ def _summed_up(root: ShardState, sizing: Sizing, step: Rehearsal, optimizer: Opt
 
 
 def _traffic(messages: Counter[Message]) -> tuple[Traffic, ...]:
-    found: dict[tuple[str, int], Traffic] = {}
+    by_kind: dict[tuple[str, int], Traffic] = {}
     for message, count in messages.items():
         kind = message.operation, message.num_ranks
-        old = found.get(kind, Traffic(*kind, 0, 0, 0))
-        found[kind] = Traffic(
+        old = by_kind.get(kind, Traffic(*kind, 0, 0, 0))
+        by_kind[kind] = Traffic(
             *kind,
             old.num_calls + count,
             old.sent_bytes + count * message.sent_bytes,
             old.num_collectives + count * message.num_collectives,
         )
-    return tuple(found[kind] for kind in sorted(found))
+    return tuple(by_kind[kind] for kind in sorted(by_kind))
 
 
 def _in_words(plan: TransferPlan) -> str:

@@ -24,13 +24,13 @@ def common_dtype(params: Sequence[ShardedParam], rank: int) -> torch.dtype:
     return next(iter(dtypes))
 
 
-def refuse_device(param: ShardedParam, found: torch.device, wanted: torch.device, rank: int) -> NoReturn:
+def refuse_device(param: ShardedParam, device: torch.device, wanted: torch.device, rank: int) -> NoReturn:
     """Raise ShardingError for a shard that this rank cannot compute with."""
     raise ShardingError(
         "forward",
-        f"parameter {param.fqn} is on {found}, and this rank computes on {wanted}.",
+        f"parameter {param.fqn} is on {device}, and this rank computes on {wanted}.",
         f"Call model.to_empty(device={str(wanted)!r}) and initialise or load the parameters first."
-        if found.type == "meta"
+        if device.type == "meta"
         else f"Move the model there: model.to({str(wanted)!r}).",
         rank=rank,
     )

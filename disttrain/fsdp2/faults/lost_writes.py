@@ -73,7 +73,7 @@ def _written_without_a_trace(group: ParamGroup) -> list[str]:
     now = None if noted is None else _digests(group)
     if noted is None or now is None or noted[0] != now[0]:
         return []
-    are_same = [torch.equal(one, other) for one, other in zip(noted[1], now[1], strict=True)]
+    are_same = [torch.equal(digest, other) for digest, other in zip(noted[1], now[1], strict=True)]
     return [param.fqn for param, is_same in zip(group.params, are_same, strict=True) if not is_same]
 
 

@@ -68,26 +68,26 @@ class _Replaced:
 
     def in_(self, optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, ShardedParam]]:
         """Those that the optimizer holds, with what they have become."""
-        found = []
+        pairs = []
         for group in getattr(optimizer, "param_groups", ()):
             for held in group["params"]:
                 original, param = self.by_id.get(id(held), (_nothing, _nothing))
                 replaced, became = original(), param()
                 if replaced is held and replaced is not None and became is not None:
-                    found.append((replaced, became))
-        return found
+                    pairs.append((replaced, became))
+        return pairs
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ShardingError if the optimizer is about to miss the model's gradients."""
         if optimizer in self._healthy:
             return
-        found = self.in_(optimizer)
-        if not found:
+        pairs = self.in_(optimizer)
+        if not pairs:
             self._healthy.add(optimizer)
             return
-        if any(held.grad is not None for held, _ in found):
+        if any(held.grad is not None for held, _ in pairs):
             return
-        missed = [param for _, param in found if param.sharded.grad is not None]
+        missed = [param for _, param in pairs if param.sharded.grad is not None]
         if missed:
             raise ShardingError(
                 f"{type(optimizer).__name__}.step",

@@ -68,16 +68,16 @@ def _run(run: Run, outputs: Sequence[Any], *args: Any, accumulate_grad: bool, **
         return run(outputs, grads, retains_graph, creates_graph, everything, *rest, accumulate_grad=True, **kwargs)
     (allows_unused,) = rest
     if creates_graph or is_transformed() or any(map(is_batched, grads)):
-        what = "create_graph=True" if creates_graph else "is_grads_batched=True"
+        option = "create_graph=True" if creates_graph else "is_grads_batched=True"
         raise ShardingError(
             "grad",
-            f"{what} would need the graph of gradients of sharded parameters, such as {asked.names[0]}.",
+            f"{option} would need the graph of gradients of sharded parameters, such as {asked.names[0]}.",
             "Leave the module that needs them out of fully_shard.",
             rank=asked.rank,
         )
     with asked.apart():
-        found = run(outputs, grads, retains_graph, False, asked.all_inputs, True, accumulate_grad=False)
-        results = asked.reduced(found)
+        grads_of_inputs = run(outputs, grads, retains_graph, False, asked.all_inputs, True, accumulate_grad=False)
+        results = asked.reduced(grads_of_inputs)
     if not allows_unused and any(result is None for result in results):
         asked.refuse_unused(results)
     return results
@@ -93,12 +93,12 @@ class _Asked:
             for group in _groups(context)
             for param in group.params
         }
-        found = [known.get(id(one), (None, None)) for one in inputs]
-        self._params: list[ShardedParam | None] = [param for param, _ in found]
+        known_inputs = [known.get(id(tensor), (None, None)) for tensor in inputs]
+        self._params: list[ShardedParam | None] = [param for param, _ in known_inputs]
         # In the order in which they are given, as reductions are to be on all ranks.
-        self._contexts = [*dict.fromkeys(context for _, context in found if context is not None)]
+        self._contexts = [*dict.fromkeys(context for _, context in known_inputs if context is not None)]
         sharded = {param: None for param in self._params if param is not None and param.is_trained}
-        self._unsharded = {param: place for place, param in enumerate(sharded, len(inputs))}
+        self._unsharded = {param: index for index, param in enumerate(sharded, len(inputs))}
         # Where a shard is in the graph itself, as in a penalty on weights, its own gradient comes by its side.
         self.all_inputs = (*inputs, *(param.unsharded for param in sharded))
         self.names = [param.fqn for param in self._params if param is not None] or ["one that never ran"]
@@ -114,8 +114,8 @@ class _Asked:
         params = [param for group in self._all_groups for param in group.params]
         units = [unit for context in self._contexts for unit in context.model.units]
         before = [
-            (vars(one), {name: vars(one)[name] for name in _APART & vars(one).keys()})
-            for one in (*self._all_groups, *(group.state for group in self._all_groups), *units)
+            (vars(each), {name: vars(each)[name] for name in _APART & vars(each).keys()})
+            for each in (*self._all_groups, *(group.state for group in self._all_groups), *units)
         ]
         grads = [(param, param.sharded.grad, param.take_grad()) for param in params]
         for param in params:
@@ -135,23 +135,23 @@ class _Asked:
                 param.sharded.grad = grad
                 param.put_grad(of_whole)
 
-    def reduced(self, found: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    def reduced(self, input_grads: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
         """From what the engine has found for `all_inputs`: what was asked for. Collective."""
-        for param, place in self._unsharded.items():
+        for param, index in self._unsharded.items():
             assert param.unsharded is not None
-            param.unsharded.grad = found[place]
+            param.unsharded.grad = input_grads[index]
         for context in self._contexts:
             context.run(context.model.reduce_what_is_left())
             context.comm.finish_reductions()
             context.comm.finish_offload()
             context.comm.several_grads.call_hooks()
-        return tuple(_sum_of(param, own) for param, own in zip(self._params, found, strict=False))
+        return tuple(_sum_of(param, input_grad) for param, input_grad in zip(self._params, input_grads, strict=False))
 
     def refuse_unused(self, results: Sequence[torch.Tensor | None]) -> None:
         """Raise ShardingError: for some there is no gradient."""
         names = [
-            f"input {place}" if param is None else f"parameter {param.fqn}"
-            for place, (param, result) in enumerate(zip(self._params, results, strict=True))
+            f"input {index}" if param is None else f"parameter {param.fqn}"
+            for index, (param, result) in enumerate(zip(self._params, results, strict=True))
             if result is None
         ]
         error = ShardingError(
@@ -164,15 +164,15 @@ class _Asked:
         raise error
 
 
-def _sum_of(param: ShardedParam | None, own: torch.Tensor | None) -> torch.Tensor | None:
+def _sum_of(param: ShardedParam | None, input_grad: torch.Tensor | None) -> torch.Tensor | None:
     """The reduced gradient, and that which the graph has for the shard itself."""
     grad = None if param is None else param.sharded.grad
     if param is None or grad is None:
-        return own
-    if own is None:
+        return input_grad
+    if input_grad is None:
         return grad
-    assert isinstance(own, DTensor)
-    return grad + own.redistribute(placements=param.spec.placements)
+    assert isinstance(input_grad, DTensor)
+    return grad + input_grad.redistribute(placements=param.spec.placements)
 
 
 def _contexts() -> list[RootContext]:

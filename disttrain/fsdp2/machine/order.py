@@ -39,13 +39,13 @@ class ExecutionOrder(Generic[Member]):
         self._on_path = self._on_path and position < len(self._learnt) and self._learnt[position] == member
         if not self._on_path:
             return None
-        following = (self._learnt[place] for place in range(position + 1, len(self._learnt)))
+        following = (self._learnt[index] for index in range(position + 1, len(self._learnt)))
         return next((each for each in following if each not in mates), None)
 
     def backward_from(self, member: Member, mates: Container[Member] = ()) -> Member | None:
         """The backward of `member` runs now. Returns whose backward is expected next, but for its `mates`."""
         for position in reversed(range(len(self._now))):
             if self._now[position] == member:
-                following = (self._now[place] for place in reversed(range(position)))
+                following = (self._now[index] for index in reversed(range(position)))
                 return next((each for each in following if each not in mates), None)
         return None

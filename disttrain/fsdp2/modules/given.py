@@ -14,31 +14,31 @@ import torch
 from disttrain.dtensor import DTensor, Partial, Replicate
 from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import backward_is_running
-from disttrain.fsdp2.modules.shown import Place, is_given
+from disttrain.fsdp2.modules.shown import ForeignTensor, is_given
 from disttrain.fsdp2.params.extensions import ExtensionGroup
 from disttrain.fsdp2.params.param import ShardedParam
 from disttrain.fsdp2.params.param_group import ParamGroup
 
 
-def take_up(group: ParamGroup, places: Sequence[Place]) -> bool:
+def take_up(group: ParamGroup, others: Sequence[ForeignTensor]) -> bool:
     """Let modules compute with what they were given since the shards were last there. Collective. False where that is
     other parameters, which came while the gathered ones were there, and are the module's from now on.
 
     Raises ShardingError for what they cannot compute with.
     """
     is_backward = backward_is_running()
-    if not is_given([place.found for place in places]):
+    if not is_given([foreign.tensor for foreign in others]):
         # The forward of a backward has computed with what is gathered.
         return is_backward
     values: dict[torch.Tensor, torch.Tensor] = {}
-    for place in places:
-        if place.found is None:
-            place.param.refuse_removed()
-        if place.found not in values:
+    for foreign in others:
+        if foreign.tensor is None:
+            foreign.param.refuse_removed()
+        if foreign.tensor not in values:
             # A checkpoint computes again with what is made in its backward, whose hooks record nothing by themselves.
             with torch.set_grad_enabled(is_backward or torch.is_grad_enabled()):
-                values[place.found] = _whole(group, place.param, place.found)
-        group.shown.lend(place, values[place.found])
+                values[foreign.tensor] = _whole(group, foreign.param, foreign.tensor)
+        group.shown.lend(foreign, values[foreign.tensor])
     return True
 
 

@@ -56,10 +56,10 @@ class Forwards:
     def note(self, given: Sequence[Any], taken: Sequence[Any]) -> None:
         """One begins, with `taken`, made of `given`: arguments, and those by name."""
         (args, kwargs), (own_args, own_kwargs) = given, taken
-        found = [*remade(args, own_args)]
+        changes = [*remade(args, own_args)]
         for name, value in own_kwargs.items() if kwargs is not own_kwargs else ():
-            found += remade(kwargs[name], value)
-        self._under_way.append(found)
+            changes += remade(kwargs[name], value)
+        self._under_way.append(changes)
 
     def end(self) -> None:
         """The last one that began is over."""

@@ -13,9 +13,9 @@ from disttrain.errors import ShardingError
 
 def keep_parametrizations(module: nn.Module) -> None:
     """Have `remove_parametrizations` of this module refused."""
-    found = getattr(module, "parametrizations", None)
-    if type(found) is nn.ModuleDict:
-        found.__class__ = _Kept
+    parametrizations = getattr(module, "parametrizations", None)
+    if type(parametrizations) is nn.ModuleDict:
+        parametrizations.__class__ = _Kept
 
 
 class _Kept(nn.ModuleDict):

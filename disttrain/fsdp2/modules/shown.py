@@ -27,22 +27,24 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
-    """A module's `name`, where `found` was neither of the parameter's two forms."""
+class ForeignTensor:
+    """A tensor that a module has as `name` where the parameter's shard or the gathered one is expected."""
 
     param: ShardedParam
     parameters: dict[str, torch.Tensor | None]
     name: str
-    found: torch.Tensor | None
+    tensor: torch.Tensor | None
 
 
-Lent = Sequence[tuple[Place, torch.Tensor]]
+Lent = Sequence[tuple[ForeignTensor, torch.Tensor]]
 """Values that modules have for a call, and where."""
 
 
-def is_given(found: Sequence[torch.Tensor | None]) -> bool:
+def is_given(tensors: Sequence[torch.Tensor | None]) -> bool:
     """True for what is in modules' places for one call alone, not to stay."""
-    return any(one is not None and not isinstance(one, nn.Parameter) for one in found) or is_functional_call()
+    return (
+        any(tensor is not None and not isinstance(tensor, nn.Parameter) for tensor in tensors) or is_functional_call()
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,14 +71,14 @@ class _Swaps:
 
     def put(self, new: Sequence[nn.Parameter], old: Sequence[nn.Parameter]) -> bool:
         """Put each new one where the old one is. False where a module has something else, which is left to it."""
-        found = [*map(dict.get, self.parameters, self.names)]
-        if are_same(found, old):
-            for parameters, name, one in zip(self.parameters, self.names, new, strict=True):
-                parameters[name] = one
+        current = [*map(dict.get, self.parameters, self.names)]
+        if are_same(current, old):
+            for parameters, name, parameter in zip(self.parameters, self.names, new, strict=True):
+                parameters[name] = parameter
             return True
-        for parameters, name, there, was, one in zip(self.parameters, self.names, found, old, new, strict=True):
+        for parameters, name, there, was, parameter in zip(self.parameters, self.names, current, old, new, strict=True):
             if there is was:
-                parameters[name] = one
+                parameters[name] = parameter
         return False
 
 
@@ -121,7 +123,7 @@ class Shown:
         """Shards, or what is made of them, have become other tensors."""
         self._swaps = None
 
-    def show(self, wholes: Sequence[nn.Parameter]) -> list[Place]:
+    def show(self, wholes: Sequence[nn.Parameter]) -> list[ForeignTensor]:
         """Let modules have the gathered parameters. Returns the places where they have something else than the shard,
         which are left as they are."""
         swaps = self._swaps
@@ -149,30 +151,30 @@ class Shown:
             return []
         params = [param for param in self._params for _ in param.owners]
         count = len(params)
-        are_written = [one != was for one, was in zip(now[:count], before[:count], strict=True)]
+        are_written = [version != was for version, was in zip(now[:count], before[:count], strict=True)]
         # What has been freed meanwhile, and maybe gathered again, has its storage still.
         have_moved = [storage_of(whole) != storage for whole, storage in zip(swaps.wholes, swaps.storages, strict=True)]
         of_each = zip(params, are_written, have_moved, strict=True)
         return [*dict.fromkeys(param.fqn for param, is_written, has_moved in of_each if is_written or has_moved)]
 
-    def _others(self, swaps: _Swaps) -> list[Place]:
+    def _others(self, swaps: _Swaps) -> list[ForeignTensor]:
         params = [param for param in self._params for _ in param.owners]
         return [
-            Place(param, parameters, name, parameters.get(name))
+            ForeignTensor(param, parameters, name, parameters.get(name))
             for param, parameters, name, whole in zip(params, swaps.parameters, swaps.names, swaps.wholes, strict=True)
             if parameters.get(name) is not whole
         ]
 
-    def lend(self, place: Place, value: torch.Tensor) -> None:
+    def lend(self, foreign: ForeignTensor, value: torch.Tensor) -> None:
         """Let a module have `value` until the shards are shown again."""
-        place.parameters[place.name] = value
-        self.lent = (*self.lent, (place, value))
+        foreign.parameters[foreign.name] = value
+        self.lent = (*self.lent, (foreign, value))
 
     def lend_again(self, lent: Lent) -> None:
         """Let modules have what they had before shards were shown, but where they were given other values since."""
-        for place, value in lent:
-            if place.parameters.get(place.name) is place.found:
-                self.lend(place, value)
+        for foreign, value in lent:
+            if foreign.parameters.get(foreign.name) is foreign.tensor:
+                self.lend(foreign, value)
 
     def hide(self) -> None:
         """Let modules have the shards again. What they were given meanwhile is left to them."""
@@ -185,7 +187,7 @@ class Shown:
                     # Frozen, or unfrozen, by whoever saw the whole parameter.
                     sharded.requires_grad_(whole.requires_grad)
         swaps.put(swaps.shards, swaps.wholes)
-        for place, value in self.lent:
-            if place.parameters.get(place.name) is value:
-                place.parameters[place.name] = place.found
+        for foreign, value in self.lent:
+            if foreign.parameters.get(foreign.name) is value:
+                foreign.parameters[foreign.name] = foreign.tensor
         self.lent = ()

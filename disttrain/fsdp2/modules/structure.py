@@ -75,7 +75,7 @@ def check_parameters(state: ShardState) -> None:
                 )
             there.pop((owner.module, owner.name), None)
     for child, name in (added for added in there if added not in state.left_alone):
-        paths = (path for module in state.modules for path, one in module.named_modules() if one is child)
+        paths = (path for module in state.modules for path, submodule in module.named_modules() if submodule is child)
         path = ".".join(part for part in (next(paths, ""), name) if part)
         _refuse(state, f"it has a new parameter {path}, which each rank would train by itself")
 

@@ -43,15 +43,15 @@ class CastCopies:
 
     def begin(self) -> Mapping[nn.Parameter, torch.Tensor]:
         """By parameter, memory of its part's shape, which the step is to write too."""
-        found: dict[nn.Parameter, torch.Tensor] = {}
+        copies: dict[nn.Parameter, torch.Tensor] = {}
         self._begun = []
         for group in self._groups:
             flat = group.flat_to_cast
             if flat is not None:
                 values = torch.empty_like(flat, dtype=group.compute_dtype)
                 self._begun.append((group, values))
-                found |= {param.sharded: param.slot_view(values, slot) for param, slot in _placed(group)}
-        return found
+                copies |= {param.sharded: param.slot_view(values, slot) for param, slot in _placed(group)}
+        return copies
 
     def end(self, written: Iterable[torch.Tensor]) -> None:
         """The step has written these parameters, and their copies."""

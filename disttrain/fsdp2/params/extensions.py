@@ -46,14 +46,14 @@ def has_gather_hooks(fqn: str, parameter: torch.Tensor, owners: Sequence[Owner],
     if dim == 0 and _hooks_of_module(owners) is not None:
         return True
     tensor = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
-    found = [name for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather") if hasattr(tensor, name)]
-    if len(found) == 1:
-        problem = f"the {type(tensor).__name__} of parameter {fqn} has {found[0]} alone."
+    hooks = [name for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather") if hasattr(tensor, name)]
+    if len(hooks) == 1:
+        problem = f"the {type(tensor).__name__} of parameter {fqn} has {hooks[0]} alone."
         raise ShardingError("fully_shard", problem, "Give it both methods, before and after the gather.", rank=rank)
-    if found and dim != 0:
+    if hooks and dim != 0:
         problem = f"parameter {fqn} has methods around the gather, and is to be cut along dim {dim}."
         raise ShardingError("fully_shard", problem, "Let shard_placement_fn return None for it.", rank=rank)
-    return bool(found)
+    return bool(hooks)
 
 
 def _hooks_of_module(owners: Sequence[Owner]) -> Any:
@@ -125,7 +125,7 @@ class ExtensionGroup(ParamGroup):
         self.gathered = versions(self.params, None)
         with torch.inference_mode(False), torch.no_grad():
             self._given = [self._give(param) for param in self.params]
-            sent = torch.cat([as_bytes(tensor) for one in self._given for tensor in one.inputs])
+            sent = torch.cat([as_bytes(tensor) for shard in self._given for tensor in shard.inputs])
         self._sent_numel = sent.numel()
         return sent
 
@@ -134,7 +134,7 @@ class ExtensionGroup(ParamGroup):
         with torch.no_grad():
             shards = (torch.empty_like(local_part(param.sharded), device="meta") for param in self.params)
             given = [self._give_of(param, shard) for param, shard in zip(self.params, shards, strict=True)]
-        return sum(as_bytes(tensor).numel() for one in given for tensor in one.inputs)
+        return sum(as_bytes(tensor).numel() for parts in given for tensor in parts.inputs)
 
     def _give(self, param: ShardedParam) -> _Given:
         local = local_part(param.sharded)
@@ -181,19 +181,19 @@ class _GatheredParts(UnshardedParams):
         self.is_cut_in_front = False
         self.parameters: list[nn.Parameter] = []
         self.given = given
-        self._kinds = [one.kinds for one in given]
+        self._kinds = [shard.kinds for shard in given]
         self._num_shards = num_shards
         with torch.inference_mode(False):
             self._outputs = [
-                [torch.empty(_gathered_shape(t.shape, num_shards), dtype=t.dtype, device=device) for t in one.inputs]
-                for one in given
+                [torch.empty(_gathered_shape(t.shape, num_shards), dtype=t.dtype, device=device) for t in shard.inputs]
+                for shard in given
             ]
         storages = [tensor.untyped_storage() for tensor in chain(*self._outputs)]
         self._memory = [(storage, storage.nbytes()) for storage in storages]
 
     def fits(self, given: Sequence[_Given], dtype: torch.dtype, device: torch.device) -> bool:
         """True where parameters made once can be filled with what is given now."""
-        return (self.dtype, self.device, self._kinds) == (dtype, device, [one.kinds for one in given])
+        return (self.dtype, self.device, self._kinds) == (dtype, device, [shard.kinds for shard in given])
 
     def allocate(self) -> None:
         for storage, num_bytes in self._memory:
@@ -212,18 +212,18 @@ class _GatheredParts(UnshardedParams):
             output.data.view(self._num_shards, -1).copy_(rows)
             start += -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         is_first = not self.parameters
-        for place, (one, outputs) in enumerate(zip(self.given, self._outputs, strict=True)):
+        for index, (shard, outputs) in enumerate(zip(self.given, self._outputs, strict=True)):
             if is_first:
-                self._make(one, tuple(outputs))
+                self._make(shard, tuple(outputs))
             else:
-                made: torch.Tensor = self.parameters[place]
+                made: torch.Tensor = self.parameters[index]
                 made = made._local_tensor if isinstance(made, DTensor) else made
-                one.make(tuple(outputs), one.metadata, self.dtype, out=made)
+                shard.make(tuple(outputs), shard.metadata, self.dtype, out=made)
         self.given = ()
 
-    def _make(self, one: _Given, outputs: tuple[torch.Tensor, ...]) -> None:
-        param = one.param
-        whole, inner = one.make(outputs, one.metadata, self.dtype)
+    def _make(self, shard: _Given, outputs: tuple[torch.Tensor, ...]) -> None:
+        param = shard.param
+        whole, inner = shard.make(outputs, shard.metadata, self.dtype)
         # Inner tensors may be the outputs themselves.
         known = {storage.data_ptr() for storage, _ in self._memory}
         for storage in (tensor.untyped_storage() for tensor in inner):

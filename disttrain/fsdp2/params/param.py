@@ -103,13 +103,13 @@ class ShardedParam:
 
     def adopt_registered(self) -> None:
         """Take over the parameter that the modules have now, if it has been replaced, and its dtype."""
-        found = [registered_parameter(owner.module, owner.name) for owner in self.owners]
-        others = [one for one in found if one is not None and one is not self.sharded]
-        if any(one is None for one in found):
+        present = [registered_parameter(owner.module, owner.name) for owner in self.owners]
+        others = [tensor for tensor in present if tensor is not None and tensor is not self.sharded]
+        if any(tensor is None for tensor in present):
             self.refuse_removed()
         if others and not is_given(others):
             for registered in others:
-                self._check_fits(registered, is_everywhere=len(others) == len(found))
+                self._check_fits(registered, is_everywhere=len(others) == len(present))
             self.sharded = others[0]
             self.sharded.__dict__[_SHARD_OF] = id(self)
             self.show(self.sharded)

@@ -13,7 +13,7 @@ from disttrain.fsdp2.faults.stale_graphs import versions
 from disttrain.fsdp2.grads.reduced import hand_out, to_host
 from disttrain.fsdp2.grads.sums import GradSums
 from disttrain.fsdp2.machine.group import Group
-from disttrain.fsdp2.modules.shown import Place, Shown
+from disttrain.fsdp2.modules.shown import ForeignTensor, Shown
 from disttrain.fsdp2.params.cast_shards import CastShards, latest
 from disttrain.fsdp2.params.flat import plan_flat
 from disttrain.fsdp2.params.param import LaidOut, ShardedParam
@@ -206,7 +206,7 @@ class ParamGroup:
         """The ranks among which it is gathered next."""
         return self.sharding.shard_group if self._kept is None else self.sharding.group_after_forward(self._kept[1])
 
-    def show(self) -> list[Place]:
+    def show(self) -> list[ForeignTensor]:
         """Have the modules compute with the gathered parameters. Returns the places where a module has something else
         than the shard, and keeps that."""
         if self.shown.is_whole:

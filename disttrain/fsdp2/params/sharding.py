@@ -65,32 +65,32 @@ class Sharding:
         is a DTensor already."""
         if not isinstance(parameter, DTensor):
             return Spec.of(Layout(self.mesh, self._placements(Shard(dim))), tuple(parameter.shape), parameter.dtype)
-        own = parameter._spec
-        blocks = self._num_pieces(fqn, own, dim)
+        spec = parameter._spec
+        blocks = self._num_pieces(fqn, spec, dim)
         cut: Placement = Shard(dim) if blocks == 1 else StridedShard(dim, blocks)
-        mesh = self._joined_with(fqn, own.mesh)
-        return Spec(Layout(mesh, (*self._placements(cut), *own.placements)), own.shape, own.stride, own.dtype)
+        mesh = self._joined_with(fqn, spec.mesh)
+        return Spec(Layout(mesh, (*self._placements(cut), *spec.placements)), spec.shape, spec.stride, spec.dtype)
 
-    def _num_pieces(self, fqn: str, own: Spec, dim: int) -> int:
+    def _num_pieces(self, fqn: str, spec: Spec, dim: int) -> int:
         """The pieces that the other parallelism has cut `dim` into, all of one size and each in one place."""
         num_pieces = 1
         # Later axes cut what earlier ones leave, so pieces of several blocks may be taken apart again.
-        for size, placement in zip(reversed(own.mesh.shape), reversed(own.placements), strict=True):
+        for size, placement in zip(reversed(spec.mesh.shape), reversed(spec.placements), strict=True):
             if placement.cut_dim != dim:
                 continue
             if num_pieces % num_blocks(placement):
-                self._refuse_cut(fqn, own, dim, "a rank's part is pieces of several blocks", "Cut")
+                self._refuse_cut(fqn, spec, dim, "a rank's part is pieces of several blocks", "Cut")
             num_pieces *= size
-        if own.shape[dim] % num_pieces:
+        if spec.shape[dim] % num_pieces:
             self._refuse_cut(
-                fqn, own, dim, f"{num_pieces} uneven pieces", f"Pad it to a multiple of {num_pieces}, or cut"
+                fqn, spec, dim, f"{num_pieces} uneven pieces", f"Pad it to a multiple of {num_pieces}, or cut"
             )
         return num_pieces
 
-    def _refuse_cut(self, fqn: str, own: Spec, dim: int, problem: str, remedy: str) -> NoReturn:
+    def _refuse_cut(self, fqn: str, spec: Spec, dim: int, problem: str, remedy: str) -> NoReturn:
         raise ShardingError(
             "fully_shard",
-            f"dim {dim} of parameter {fqn} has {own.shape[dim]} elements and lies as {own.layout}: {problem}.",
+            f"dim {dim} of parameter {fqn} has {spec.shape[dim]} elements and lies as {spec.layout}: {problem}.",
             f"{remedy} another dim by shard_placement_fn.",
             rank=self.mesh.get_rank(),
         )

@@ -54,9 +54,9 @@ class UnshardedParams:
             for param, slot, offset in zip(params, plan.slots, offsets, strict=True):
                 # `.data` gives each alias a version counter of its own: gathering again must not look like an in-place
                 # change to autograd, which holds views of the parameter from the forward pass.
-                place = memory.narrow(0, offset, _place_numel(param, slot, plan)).data
-                local = place[: slot.numel].view(param.shape).data
-                self.places.append(place.view(plan.num_shards, slot.padded_numel) if param.dim == 0 else local.data)
+                view = memory.narrow(0, offset, _place_numel(param, slot, plan)).data
+                local = view[: slot.numel].view(param.shape).data
+                self.places.append(view.view(plan.num_shards, slot.padded_numel) if param.dim == 0 else local.data)
                 whole = local if param.unsharded_spec is None else wrapped(local, param.unsharded_spec)
                 self.parameters.append(nn.Parameter(whole, requires_grad=param.sharded.requires_grad))
         self.is_cut_in_front = all(param.dim == 0 for param in params)
@@ -76,19 +76,19 @@ class UnshardedParams:
         of those that are not written yet."""
         sizes, places = self._plan.split_sizes, self.places
         if are_written is not None:
-            missing = [place for place, is_written in enumerate(are_written) if not is_written]
-            sizes, places = [sizes[place] for place in missing], [places[place] for place in missing]
+            missing = [index for index, is_written in enumerate(are_written) if not is_written]
+            sizes, places = [sizes[index] for index in missing], [places[index] for index in missing]
         if self.is_cut_in_front:
             torch.split_with_sizes_copy(gathered, sizes, dim=1, out=places)
             return
         columns = gathered.split(self._plan.split_sizes, dim=1)
-        for param, slot, place, rows in zip(self._params, self._plan.slots, self.places, columns, strict=True):
+        for param, slot, view, rows in zip(self._params, self._plan.slots, self.places, columns, strict=True):
             if param.dim == 0:
-                place.copy_(rows)
+                view.copy_(rows)
             else:
                 padded = (self._plan.num_shards * slot.padded_rows, *slot.shape[1:])
                 front = rows.reshape(padded).narrow(0, 0, slot.shape[0])
-                place.copy_(front.movedim(0, param.dim))
+                view.copy_(front.movedim(0, param.dim))
 
     def part_on(self, shard_rank: int, num_ranks: int) -> torch.Tensor:
         """The flat buffers of the part of this rank, the holder of shard `shard_rank`, where `num_ranks` neighbours
@@ -100,11 +100,11 @@ class UnshardedParams:
     def _rows(self, first: int, count: int) -> torch.Tensor:
         """A copy of the flat buffers of shards `first` to `first + count`."""
         columns = []
-        for param, slot, place in zip(self._params, self._plan.slots, self.places, strict=True):
+        for param, slot, view in zip(self._params, self._plan.slots, self.places, strict=True):
             if param.dim == 0:
-                columns.append(place.narrow(0, first, count))
+                columns.append(view.narrow(0, first, count))
                 continue
-            front = place.movedim(param.dim, 0)
+            front = view.movedim(param.dim, 0)
             start, stop = (min(shard * slot.padded_rows, slot.shape[0]) for shard in (first, first + count))
             rows = front.new_zeros((count * slot.padded_rows, *slot.shape[1:]))
             rows.narrow(0, 0, stop - start).copy_(front.narrow(0, start, stop - start))

@@ -92,7 +92,7 @@ def start_gather_in_place(
         sent = _brought(shard, dtype, places[0].device)
         parts = sent.split(plan.split_sizes)
         pairs = [
-            (place, part) for place, part, is_in_place in zip(places, parts, are_in_place, strict=True) if is_in_place
+            (target, part) for target, part, is_in_place in zip(places, parts, are_in_place, strict=True) if is_in_place
         ]
         rest = [part for part, is_in_place in zip(parts, are_in_place, strict=True) if not is_in_place]
         output = None
@@ -253,7 +253,7 @@ class ReductionPlan:
         return all_reduce(output, self.op, group=self.sharding.replicate_group, async_op=async_op)
 
     def rest(self, output: torch.Tensor, streams: CommStreams) -> None:
-        """Finishes the average after that, on the current stream."""
+        """Finishes the average after that, and calls the user's hook, on the current stream."""
         if self.averaging.after is not None and (self.reduces_over_replicas or self.sharding.replicate_group is None):
             output.div_(self.averaging.after)
         if self.hook is not None:
@@ -265,7 +265,7 @@ def start_reduction(
     grads: Sequence[torch.Tensor],
     plan: FlatPlan,
     dtype: torch.dtype,
-    what: ReductionPlan,
+    reduction: ReductionPlan,
     unreduced: torch.Tensor | None,
     streams: CommStreams,
 ) -> Reduction:
@@ -276,46 +276,46 @@ def start_reduction(
     """
     if plan.shard_numel == 0:
         return Reduction(grads[0].new_empty(0, dtype=dtype), ())
-    packed, numels = _pack(grads, plan, dtype, what.num_in_place)
-    if what.averaging.before not in (None, 1.0):
+    packed, numels = _pack(grads, plan, dtype, reduction.num_in_place)
+    if reduction.averaging.before not in (None, 1.0):
         for tensor in packed:
-            tensor.div_(what.averaging.before)
+            tensor.div_(reduction.averaging.before)
     copied_in = streams.mark()
     with streams.reducing():
         streams.follow(copied_in)
         output = packed[0].new_empty(plan.shard_numel)
         pairs = [pair for pair in zip(output.split(numels), packed, strict=True) if pair[1].numel()]
-        work = _start_reduce_scatter(pairs, what, async_op=not streams.is_cuda)
+        work = _start_reduce_scatter(pairs, reduction, async_op=not streams.is_cuda)
         scattered = streams.mark()
     if not streams.is_cuda:
         return Reduction(
             output,
             packed,
             work,
-            sum_replicas=lambda: what.sum_replicas(output, unreduced, async_op=True),
-            rest=lambda: what.rest(output, streams),
-            has_sum=what.has_sum,
+            sum_replicas=lambda: reduction.sum_replicas(output, unreduced, async_op=True),
+            rest=lambda: reduction.rest(output, streams),
+            has_sum=reduction.has_sum,
         )
-    if not what.has_rest(unreduced):
+    if not reduction.has_rest(unreduced):
         return Reduction(output, packed, scattered=scattered)
     with streams.replicating():
         # A stream of its own lets the next reduce-scatter run beside the sum over the replicas.
         streams.follow(scattered)
-        what.sum_replicas(output, unreduced, async_op=False)
-        what.rest(output, streams)
+        reduction.sum_replicas(output, unreduced, async_op=False)
+        reduction.rest(output, streams)
         # What is left of earlier passes was allocated on the stream that computes, and is read here.
         done = streams.mark()
-        return Reduction(output, packed, scattered=scattered, done=done, held=unreduced, has_sum=what.has_sum)
+        return Reduction(output, packed, scattered=scattered, done=done, held=unreduced, has_sum=reduction.has_sum)
 
 
 def _start_reduce_scatter(
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], what: ReductionPlan, *, async_op: bool
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], plan: ReductionPlan, *, async_op: bool
 ) -> Work | None:
     if len(pairs) == 1:
         ((output, packed),) = pairs
-        return reduce_scatter_tensor(output, packed, what.op, group=what.group, async_op=async_op)
+        return reduce_scatter_tensor(output, packed, plan.op, group=plan.group, async_op=async_op)
     outputs, inputs = [part for part, _ in pairs], [part for _, part in pairs]
-    return reduce_scatter_tensor_coalesced(outputs, inputs, what.op, group=what.group, async_op=async_op)
+    return reduce_scatter_tensor_coalesced(outputs, inputs, plan.op, group=plan.group, async_op=async_op)
 
 
 def _pack(
@@ -349,10 +349,10 @@ def _in_places(
     memory = torch.empty(sum(numels), dtype=dtype, device=grads[0].device)
     places = list(memory.split(numels))
     filled = []
-    for place, grad, slot in zip(places, grads, slots, strict=True):
-        has_padding = place.numel() > slot.numel
+    for view, grad, slot in zip(places, grads, slots, strict=True):
+        has_padding = view.numel() > slot.numel
         if has_padding:
-            place[slot.numel :].zero_()
-        filled.append((place[: slot.numel] if has_padding else place).view(grad.shape))
+            view[slot.numel :].zero_()
+        filled.append((view[: slot.numel] if has_padding else view).view(grad.shape))
     copy_all(filled, grads)
     return places

@@ -44,12 +44,12 @@ class Comm:
         """Wait for the reductions under way, of `group` or all, and forget what they bring."""
         if group is None:
             self.several_grads.forget()
-        dropped = [one for one in self.reducing if group in (None, one.group)]
-        self.reducing = [one for one in self.reducing if one not in dropped]
-        wanted = {id(one.reduction) for one in self.reducing}
-        for one in dropped:
+        dropped = [part for part in self.reducing if group in (None, part.group)]
+        self.reducing = [part for part in self.reducing if part not in dropped]
+        wanted = {id(part.reduction) for part in self.reducing}
+        for part in dropped:
             # What came as one message may be others', too.
-            end = one.reduction.wait if id(one.reduction) in wanted else one.reduction.drop
+            end = part.reduction.wait if id(part.reduction) in wanted else part.reduction.drop
             end(self.streams)
 
     def finish_offload(self) -> None:
@@ -75,9 +75,9 @@ class Comm:
             going_on.wait_for_scatter(self.streams)
         # A hook of the user's may fail: what comes after it stays here, to be waited for.
         while self.reducing and self.reducing[0].reduction is not going_on:
-            one = self.reducing.pop(0)
-            with Named(one.group):
-                one.group.take_reduced(one)
+            part = self.reducing.pop(0)
+            with Named(part.group):
+                part.group.take_reduced(part)
 
 
 class Named:

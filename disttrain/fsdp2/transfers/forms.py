@@ -73,13 +73,13 @@ def reduce_buckets(children: Sequence[int], num_bytes: Sequence[int]) -> list[li
     large."""
     parts: list[list[int]] = [[]]
     part_bytes, last_child = 0, None
-    for place in sorted(range(len(children)), key=lambda place: -children[place]):
-        if part_bytes >= PART_BYTES and children[place] != last_child:
+    for index in sorted(range(len(children)), key=lambda index: -children[index]):
+        if part_bytes >= PART_BYTES and children[index] != last_child:
             parts.append([])
             part_bytes = 0
-        parts[-1].append(place)
-        part_bytes += num_bytes[place]
-        last_child = children[place]
+        parts[-1].append(index)
+        part_bytes += num_bytes[index]
+        last_child = children[index]
     return parts
 
 
@@ -108,4 +108,4 @@ def plan_together(whole_bytes: Sequence[int], asked: int | None, cost: TransferC
         size = min(round(best), int(TOGETHER_BYTES // mean))
     num_sets = math.ceil(num_modules / max(1, size))
     # Sets of sizes that differ by one at most.
-    return [num_modules * (place + 1) // num_sets - num_modules * place // num_sets for place in range(num_sets)]
+    return [num_modules * (index + 1) // num_sets - num_modules * index // num_sets for index in range(num_sets)]

@@ -35,11 +35,11 @@ def costs_of(sharding: Sharding, device: torch.device) -> Costs:
     group = sharding.replicate_group
     if group is None:
         return shard_cost, None
-    found: dict[tuple[int, ...], Costs] = group.costs_of_mesh
+    known_costs: dict[tuple[int, ...], Costs] = group.costs_of_mesh
     shards = tuple(sharding.shard_group.ranks)
-    if shards not in found:
-        found[shards] = _agreed(sharding, (shard_cost, cost_over(group, device)), device)
-    return found[shards]
+    if shards not in known_costs:
+        known_costs[shards] = _agreed(sharding, (shard_cost, cost_over(group, device)), device)
+    return known_costs[shards]
 
 
 def _agreed(sharding: Sharding, costs: Costs, device: torch.device) -> Costs:
@@ -50,7 +50,7 @@ def _agreed(sharding: Sharding, costs: Costs, device: torch.device) -> Costs:
         told = torch.tensor(known, dtype=torch.float64).to(device)
         for group in (sharding.replicate_group, sharding.shard_group):
             all_reduce(told, ReduceOp.MAX, group=group)
-    shard, replica = (TransferCost(one[0], 1 / one[1]) if one[1] else None for one in told.tolist())
+    shard, replica = (TransferCost(measured[0], 1 / measured[1]) if measured[1] else None for measured in told.tolist())
     return shard, replica
 
 

@@ -53,13 +53,13 @@ def plan_transfers(states: Sequence[ShardState], cost_of: CostOf, in_buckets: Co
         for group in state.groups:
             _plan_group(group, state, cost_of, plan)
     for run in _runs(states, cost_of, in_buckets):
-        place = 0
+        start = 0
         shard_cost, replica_cost = cost_of(run[0].groups[0].sharding)
         asked = run[0].transfers.together
         cost = replica_cost if shard_cost is None else shard_cost
         for size in plan_together([_whole_bytes(state) for state in run], asked, cost):
-            members = tuple(run[place : place + size])
-            place += size
+            members = tuple(run[start : start + size])
+            start += size
             for sharding, groups in _by_sharding(members).items():
                 if len(groups) > 1:
                     gathers = cost_of(sharding)[0] is not None or size > 1 < (asked or 0)
@@ -71,10 +71,10 @@ def plan_transfers(states: Sequence[ShardState], cost_of: CostOf, in_buckets: Co
 
 def _by_sharding(states: Sequence[ShardState]) -> dict[Sharding, tuple[ParamGroup, ...]]:
     """The groups of these states; what lies on other ranks, as experts do, goes apart."""
-    found: dict[Sharding, tuple[ParamGroup, ...]] = {}
+    groups_of: dict[Sharding, tuple[ParamGroup, ...]] = {}
     for group in (group for state in states for group in state.groups):
-        found[group.sharding] = (*found.get(group.sharding, ()), group)
-    return found
+        groups_of[group.sharding] = (*groups_of.get(group.sharding, ()), group)
+    return groups_of
 
 
 def _plan_group(group: ParamGroup, state: ShardState, cost_of: CostOf, plan: TransferPlan) -> None:

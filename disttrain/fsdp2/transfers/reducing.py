@@ -71,7 +71,7 @@ def reduce_together(owed: Sequence[Owed], scale: float | None = None) -> None:
     sharding, dtype = first.sharding, first.reduce_dtype
     num_ranks = sharding.num_shards * sharding.num_replicas
     factor = num_ranks if first.divide_factor is None and first.only_sums else first.divide_factor
-    what = ReductionPlan(
+    reduction_plan = ReductionPlan(
         sharding,
         first.reduction_group(),
         Averaging.over(num_ranks, dtype, factor, 1.0 if scale is None else scale),
@@ -85,7 +85,7 @@ def reduce_together(owed: Sequence[Owed], scale: float | None = None) -> None:
         if len({grad.dtype for grad in grads}) > 1:
             grads = [grad.to(dtype) for grad in grads]
         plan = parts[0].plan if len(parts) == 1 else _joined([part.plan for part in parts])
-        reduction = start_reduction(grads, plan, dtype, what, _unreduced(parts), comm.streams)
+        reduction = start_reduction(grads, plan, dtype, reduction_plan, _unreduced(parts), comm.streams)
     is_complete = first.state.reduces_over_replicas or sharding.replicate_group is None
     end = plan.shard_numel
     # The last module first, as backward goes: a hook of one finds the gradients of those that come after it.
@@ -108,12 +108,12 @@ def _unreduced(parts: Sequence[_Part]) -> torch.Tensor | None:
     """Returns what earlier backward passes have left to be reduced over the replicas, laid out as the parts are."""
     if not any(part.group.unreduced for part in parts):
         return None
-    found = [
+    left_over = [
         (part.group.unreduced.pop(param, None), numel)
         for part in parts
         for param, numel in zip(part.params, part.plan.split_sizes, strict=True)
     ]
-    given = next((left for left, _ in found if left is not None), None)
+    given = next((left for left, _ in left_over if left is not None), None)
     if given is None:
         return None
-    return torch.cat([given.new_zeros(numel) if left is None else left for left, numel in found])
+    return torch.cat([given.new_zeros(numel) if left is None else left for left, numel in left_over])

@@ -48,14 +48,14 @@ def _same_order(schedule: Schedule) -> Iterator[Problem]:
         for position, action in enumerate(actions):
             if action.op in MESSAGES and action.peer is not None:
                 lists[rank, home[action.peer]].append((position, action))
-    for (rank, peer), here in lists.items():
+    for (rank, peer), messages in lists.items():
         if rank > peer:
             continue
-        for (position, mine), (_, theirs) in zip(here, lists[peer, rank], strict=True):
-            if mine.other_end != theirs:
+        for (position, message), (_, other) in zip(messages, lists[peer, rank], strict=True):
+            if message.other_end != other:
                 yield Problem(
-                    f"{mine} is rank {rank}'s next message with rank {peer}, which has {theirs} instead of "
-                    f"{mine.other_end}.",
+                    f"{message} is rank {rank}'s next message with rank {peer}, which has {other} instead of "
+                    f"{message.other_end}.",
                     "List the messages of a pair in the same order on both.",
                     rank,
                     position,

@@ -53,7 +53,9 @@ class Backward:
 
     def keep(self, parameters: Grads, compute: Callable[[], Grads]) -> bool:
         """A layer leaves its weights' gradients here, while `backward_input` runs."""
-        if not self._is_split or any(given is one for given in self._inputs for one in parameters if one is not None):
+        if not self._is_split or any(
+            given is parameter for given in self._inputs for parameter in parameters if parameter is not None
+        ):
             return False
         self._kept.append((parameters, compute))
         return True
@@ -79,10 +81,10 @@ class Backward:
         wanted = [given for given in inputs if _wants_grad(given)]
         if roots:
             run_backward(roots, root_grads)
-        found = {id(given): given.grad for given in wanted}
+        grads_of = {id(given): given.grad for given in wanted}
         for given in wanted:
             given.grad = None
-        return tuple(found.get(id(given)) for given in inputs)
+        return tuple(grads_of.get(id(given)) for given in inputs)
 
     def backward_input(
         self, outputs: Sequence[Any], grads: Sequence[torch.Tensor | None] | None, inputs: Sequence[Any]
@@ -104,19 +106,19 @@ class Backward:
         try:
             # The leaves' own hooks are for their whole gradient, in W.
             with without_hooks(leaves):
-                found = gradients_of([*wanted, *leaves], roots, root_grads)
+                all_grads = gradients_of([*wanted, *leaves], roots, root_grads)
         finally:
             self._is_split, self._inputs = False, ()
-        self._keep_found(leaves, found[len(wanted) :])
-        of_inputs = {id(given): grad for given, grad in zip(wanted, found, strict=False)}
+        self._keep_found(leaves, all_grads[len(wanted) :])
+        of_inputs = {id(given): grad for given, grad in zip(wanted, all_grads, strict=False)}
         return tuple(of_inputs.get(id(given)) for given in inputs)
 
     def _keep_found(self, leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
         """Keeps gradients of weights that had to be computed with those of the inputs until the rest is asked for."""
-        found = [(leaf, grad) for leaf, grad in zip(leaves, grads, strict=True) if grad is not None]
-        if found:
-            rest = [grad for _, grad in found]
-            self._kept.insert(0, ([leaf for leaf, _ in found], lambda: [rest.pop(0) for _ in found]))
+        pairs = [(leaf, grad) for leaf, grad in zip(leaves, grads, strict=True) if grad is not None]
+        if pairs:
+            rest = [grad for _, grad in pairs]
+            self._kept.insert(0, ([leaf for leaf, _ in pairs], lambda: [rest.pop(0) for _ in pairs]))
 
     def backward_weight(self) -> None:
         """Compute the weights' gradients that were kept; all parameters receive theirs, and their hooks are called."""

@@ -59,8 +59,8 @@ def split_blocks(
         cuts = check_boundaries(boundaries, num_stages, len(parts.blocks))
     ends = [0, *cuts, len(parts.blocks)]
     stages = tuple(
-        _stage(model, parts, range(first, end), is_first=place == 0, is_last=place == num_stages - 1)
-        for place, (first, end) in enumerate(itertools.pairwise(ends))
+        _stage(model, parts, range(first, end), is_first=index == 0, is_last=index == num_stages - 1)
+        for index, (first, end) in enumerate(itertools.pairwise(ends))
     )
     tied = find_tied(stages)
     return SplitModel(stages, wired((), tied), tied)
@@ -79,19 +79,19 @@ class StandIn(nn.Module):
         return x if x.is_floating_point() else torch.zeros((), device=x.device)
 
 
-def _stage(model: nn.Module, parts: Parts, own: range, *, is_first: bool, is_last: bool) -> nn.Module:
-    own_blocks = [parts.blocks[place] for place in own]
+def _stage(model: nn.Module, parts: Parts, block_range: range, *, is_first: bool, is_last: bool) -> nn.Module:
+    own_blocks = [parts.blocks[index] for index in block_range]
     kept = {*own_blocks, *(parts.before if is_first else ()), *(parts.after if is_last else ())}
-    others = [one for one in (*parts.before, *parts.blocks, *parts.after) if one not in kept]
+    others = [module for module in (*parts.before, *parts.blocks, *parts.after) if module not in kept]
     memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
-    memo |= {id(one): one for one in kept}
-    memo |= {id(one): StandIn(one) for one in others}
+    memo |= {id(module): module for module in kept}
+    memo |= {id(module): StandIn(module) for module in others}
     stage = copy.deepcopy(model, memo)
-    for place, name in enumerate(parts.names):
+    for index, name in enumerate(parts.names):
         # A block that stands in several places may be this stage's in some of them.
-        if place not in own and parts.blocks[place] in kept:
+        if index not in block_range and parts.blocks[index] in kept:
             container, _, key = name.rpartition(".")
-            stage.get_submodule(container).add_module(key, StandIn(parts.blocks[place]))
+            stage.get_submodule(container).add_module(key, StandIn(parts.blocks[index]))
     takes_embeddings = "inputs_embeds" in inspect.signature(model.forward).parameters
     stage.__class__ = _joined((type(model),))
     stage._part = _Part(  # type: ignore[assignment]

@@ -97,15 +97,15 @@ class _Product(torch.autograd.Function):
         bias_grads = grad_rows if is_in_out or x.is_contiguous() else grad
 
         def weight_grads() -> Grads:
-            found = None
+            matrix_grad = None
             total = sum_of(keeper, parameter, grad_rows.dtype) if needs_weight else None
             if total is not None:
                 with torch.no_grad():
                     (total if is_in_out else total.t()).addmm_(rows.t(), grad_rows)
             elif needs_weight:
-                found = _right_grad(grad_rows, rows, matrix_shape, matrix_stride)
-                found = found if is_in_out else found.t()
-            return found, bias_grads.sum_to_size(grad_rows.shape[-1:]) if needs_bias else None
+                matrix_grad = _right_grad(grad_rows, rows, matrix_shape, matrix_stride)
+                matrix_grad = matrix_grad if is_in_out else matrix_grad.t()
+            return matrix_grad, bias_grads.sum_to_size(grad_rows.shape[-1:]) if needs_bias else None
 
         return x_grad, *_now_or_later(ctx, (needs_weight, needs_bias), weight_grads), None, None
 
@@ -187,8 +187,8 @@ class _LayerNorm(torch.autograd.Function):
 
         def weight_grads() -> Grads:
             mask = [False, needs_weight, needs_bias]
-            found = _aten.native_layer_norm_backward(grad, *known, like_weight, like_bias, mask)
-            return found[1] if needs_weight else None, found[2] if needs_bias else None
+            grads = _aten.native_layer_norm_backward(grad, *known, like_weight, like_bias, mask)
+            return grads[1] if needs_weight else None, grads[2] if needs_bias else None
 
         return x_grad, None, *_now_or_later(ctx, (needs_weight, needs_bias), weight_grads), None
 
@@ -219,5 +219,5 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def _now_or_later(ctx: Any, needed: Sequence[bool], compute: Any) -> Grads:
-    parameters = [one if is_needed else None for one, is_needed in zip(ctx.parameters, needed, strict=True)]
+    parameters = [parameter if is_needed else None for parameter, is_needed in zip(ctx.parameters, needed, strict=True)]
     return now_or_later(ctx.keeper, parameters, compute)

@@ -42,8 +42,8 @@ def cut_graph(
     for stage in range(num_stages):
         is_last = stage == num_stages - 1
         sources = [handed_on[source][which] for source, which in inputs[stage]]
-        own = [node for node in traced.graph.nodes if stage_of.get(node) == stage]
-        stages.append(_build(sources, own, results if is_last else handed_on[stage], names, is_last=is_last))
+        stage_nodes = [node for node in traced.graph.nodes if stage_of.get(node) == stage]
+        stages.append(_build(sources, stage_nodes, results if is_last else handed_on[stage], names, is_last=is_last))
     return tuple(stages), inputs
 
 
@@ -95,11 +95,11 @@ class _Names:
 
 
 def _build(
-    sources: Sequence[fx.Node], own: Sequence[fx.Node], results: Any, names: _Names, *, is_last: bool
+    sources: Sequence[fx.Node], stage_nodes: Sequence[fx.Node], results: Any, names: _Names, *, is_last: bool
 ) -> fx.GraphModule:
     graph = fx.Graph()
     copies = {node: graph.placeholder(node.name) for node in sources}
-    copies |= {node: graph.placeholder(node.name) for node in own if node.op == "placeholder"}
+    copies |= {node: graph.placeholder(node.name) for node in stage_nodes if node.op == "placeholder"}
     attributes: dict[str, Any] = {}
 
     def copied(node: fx.Node) -> fx.Node:
@@ -109,7 +109,7 @@ def _build(
             copies[node] = graph.get_attr(name)
         return copies[node]
 
-    for node in own:
+    for node in stage_nodes:
         if node.op == "placeholder":
             continue
         if node.op == "call_module":

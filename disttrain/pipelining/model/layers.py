@@ -28,16 +28,18 @@ def split_layers(module: nn.Module) -> int:
     layers = [(layer, kind) for layer in module.modules() if (kind := _kind(layer)) is not None]
     for layer, kind in layers:
         layer.__class__ = _joined((kind, type(layer)))
-    return len(layers) + sum(_split_graph(one) for one in module.modules() if isinstance(one, fx.GraphModule))
+    return len(layers) + sum(
+        _split_graph(submodule) for submodule in module.modules() if isinstance(submodule, fx.GraphModule)
+    )
 
 
 def _split_graph(stage: fx.GraphModule) -> int:
-    found = stage.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
-    for node in found:
+    nodes = stage.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
+    for node in nodes:
         node.target = functions.linear
-    if found:
+    if nodes:
         stage.recompile()
-    return len(found)
+    return len(nodes)
 
 
 class SplitLayer(nn.Module):

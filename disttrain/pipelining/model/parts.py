@@ -69,8 +69,8 @@ def estimated_costs(parts: Parts) -> BlockCosts:
     """By the elements of all matrices that are multiplied by, to which time is nearly proportional."""
     return BlockCosts(
         tuple(_matrix_elements(block) for block in parts.blocks),
-        sum(_matrix_elements(one) for one in parts.before),
-        sum(_matrix_elements(one) for one in parts.after),
+        sum(_matrix_elements(module) for module in parts.before),
+        sum(_matrix_elements(module) for module in parts.after),
     )
 
 
@@ -135,7 +135,7 @@ class _Laps:
 
 
 def _find_blocks(model: nn.Module) -> str:
-    found = ""
+    path = ""
     largest = 0
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
@@ -143,14 +143,14 @@ def _find_blocks(model: nn.Module) -> str:
         members = list(module.values() if isinstance(module, nn.ModuleDict) else module)
         size = sum(parameter.numel() for member in members for parameter in member.parameters())
         if len(members) > 1 and len({type(member) for member in members}) == 1 and size > largest:
-            found, largest = name, size
+            path, largest = name, size
     if not largest and not isinstance(model, nn.Sequential):
         raise ScheduleError(
             _OPERATION,
             f"{type(model).__name__} has no list of like modules.",
             "Say which module holds the blocks: blocks='...'; or cut by disttrain.pipelining.pipeline.",
         )
-    return found
+    return path
 
 
 def _computes(module: nn.Module) -> bool:
@@ -159,11 +159,11 @@ def _computes(module: nn.Module) -> bool:
 
 
 def _refuse_parameters(module: nn.Module) -> None:
-    own = [name for name, _ in module.named_parameters(recurse=False)]
-    if own:
+    names = [name for name, _ in module.named_parameters(recurse=False)]
+    if names:
         raise ScheduleError(
             _OPERATION,
-            f"{type(module).__name__} has a parameter {own[0]!r} of its own, which belongs to no stage.",
+            f"{type(module).__name__} has a parameter {names[0]!r} of its own, which belongs to no stage.",
             "Put it into a module that runs before or after the blocks, or cut by disttrain.pipelining.pipeline.",
         )
 
@@ -172,8 +172,8 @@ def _matrix_elements(module: nn.Module) -> int:
     """Of a matrix that is used twice, twice. Rows of an embedding are only looked up."""
     return sum(
         parameter.numel()
-        for one in module.modules()
-        if not isinstance(one, nn.Embedding)
-        for parameter in one.parameters(recurse=False)
+        for submodule in module.modules()
+        if not isinstance(submodule, nn.Embedding)
+        for parameter in submodule.parameters(recurse=False)
         if parameter.ndim > 1
     )

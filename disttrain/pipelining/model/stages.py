@@ -59,7 +59,7 @@ class SplitModel:
         module = self.stages[stage_index]
         if not any(parameter.is_meta for parameter in module.parameters()):
             module.to(device)
-        tied = {one.label: one.names[stage_index][0] for one in self.tied if stage_index in one.names}
+        tied = {weight.label: weight.names[stage_index][0] for weight in self.tied if stage_index in weight.names}
         inputs = self.inputs[stage_index] if self.inputs else None
         return PipelineStage(module, stage_index, num_stages, device, group=group, inputs=inputs, tied=tied)
 
@@ -67,10 +67,10 @@ class SplitModel:
 def find_tied(stages: Sequence[nn.Module]) -> tuple[TiedWeight, ...]:
     """The parameters that more than one stage has."""
     names: dict[nn.Parameter, dict[int, tuple[str, ...]]] = {}
-    for place, stage in enumerate(stages):
+    for index, stage in enumerate(stages):
         for name, parameter in stage.named_parameters(remove_duplicate=False):
             of_stage = names.setdefault(parameter, {})
-            of_stage[place] = (*of_stage.get(place, ()), name)
+            of_stage[index] = (*of_stage.get(index, ()), name)
     return tuple(TiedWeight(of_stages) for of_stages in names.values() if len(of_stages) > 1)
 
 

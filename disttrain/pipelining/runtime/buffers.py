@@ -28,10 +28,10 @@ class Buffers:
             # PyTorch's allocator keeps such memory itself, and knows of streams that still read it.
             return torch.empty(shape, dtype=dtype, device=self._device)
         made = self._made[shape, dtype]
-        for place, buffer in enumerate(made):
+        for index, buffer in enumerate(made):
             if num_holders(buffer) == 1:
                 # What was taken longest ago is free first, as a rule.
-                del made[place]
+                del made[index]
                 made.append(buffer)
                 return buffer.view(shape)
         # What is made in inference mode could not be trained with.

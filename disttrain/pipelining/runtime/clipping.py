@@ -50,15 +50,15 @@ def clip_grad_norm_(
     if isinstance(parameters, PipelineSchedule):
         group = group or parameters.group
         device = parameters.device
-        own: Sequence[torch.Tensor] = parameters.parameters()
+        tensors: Sequence[torch.Tensor] = parameters.parameters()
         counted: Sequence[torch.Tensor] = parameters.parameters(without_copies=True)
     else:
         group = resolve_group(_OPERATION, group)
         device = group.world.device
-        own = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        counted = own
+        tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        counted = tensors
     # torch knows no largest element of nothing.
-    grads = [one.grad for one in counted if one.grad is not None and one.grad.numel()]
+    grads = [tensor.grad for tensor in counted if tensor.grad is not None and tensor.grad.numel()]
     norm = get_total_norm(grads, norm_type, foreach=foreach)
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
@@ -70,9 +70,9 @@ def clip_grad_norm_(
             "Find the gradient that is not finite, or let error_if_nonfinite be False.",
             rank=group.world.rank,
         )
-    is_double = any(parameter.dtype == torch.float64 for parameter in own)
+    is_double = any(parameter.dtype == torch.float64 for parameter in tensors)
     total = total.to(torch.float64 if is_double else torch.float32)
-    clip_grads_with_norm_(own, max_norm, total, foreach=foreach)
+    clip_grads_with_norm_(tensors, max_norm, total, foreach=foreach)
     return total
 
 

@@ -75,7 +75,7 @@ class Executor:
         self._are_apart = are_apart(stage.submod for stage in stages.values())
         self._tied = TiedGradients(stages, routes)
         self._sharded = {stage: module.scheduled_modules() for stage, module in stages.items()}
-        schedule_modules([one for modules in self._sharded.values() for one in modules])
+        schedule_modules([sharded for modules in self._sharded.values() for sharded in modules])
         self._do = {
             Op.FORWARD: self._forward,
             Op.BACKWARD: self._backward,
@@ -131,10 +131,10 @@ class Executor:
     def _program_of(self, schedule: Schedule) -> _Program:
         known = self._programs.get(schedule.has_backward)
         if known is None or known.schedule is not schedule:
-            own = schedule.ranks[self._rank]
-            overlaps = any(action.op is Op.OVERLAP for action in own)
+            actions = schedule.ranks[self._rank]
+            overlaps = any(action.op is Op.OVERLAP for action in actions)
             do = dict.fromkeys(self._do, self._on_stream) | {Op.OVERLAP: self._overlap} if overlaps else self._do
-            steps: list[_Step] = [(do[action.op], action, label_of(action)) for action in own]
+            steps: list[_Step] = [(do[action.op], action, label_of(action)) for action in actions]
             known = _Program(schedule, steps, self._routes.givers(schedule), self._routes.takers(schedule), overlaps)
             self._programs[schedule.has_backward] = known
         return known
@@ -185,16 +185,16 @@ class Executor:
             for giver in self._givers[stage]:
                 form, tensors = self._take(giver, stage, microbatch)
                 numbers = range(len(form.tensors)) if giver.numbers is None else giver.numbers
-                own = [
+                received_values = [
                     Given(giver.stage, which, form.tensors[which], tensor)
                     for which, tensor in zip(numbers, tensors, strict=True)
                 ]
-                given += own
+                given += received_values
                 if giver.numbers is None:
                     args = as_arguments(form.build(tensors))
             if module.inputs is not None:
-                by_place = {(one.source, one.which): one.tensor for one in given}
-                args = tuple(by_place[place] for place in module.inputs)
+                by_source = {(value.source, value.which): value.tensor for value in given}
+                args = tuple(by_source[pair] for pair in module.inputs)
         if module.input_form is not None:
             _check_example(module.input_form, f"what stage {stage} is given", args, "input_args")
         return args, given
@@ -208,12 +208,13 @@ class Executor:
             self._streams.follow(stage, made, tensors)
             kept = _kept(form, giver.numbers)
             return form, [
-                tensor.detach().requires_grad_(one.wants_grad) for one, tensor in zip(kept, tensors, strict=True)
+                tensor.detach().requires_grad_(metadata.wants_grad)
+                for metadata, tensor in zip(kept, tensors, strict=True)
             ]
         form = self._forms.hear(*message)
         parts, find_mesh = self._arrived(message), self._stages[stage].find_mesh
         kept = _kept(form, giver.numbers)
-        return form, [received(one, part, find_mesh) for one, part in zip(kept, parts, strict=True)]
+        return form, [received(metadata, part, find_mesh) for metadata, part in zip(kept, parts, strict=True)]
 
     def _hand_on(self, stage: int, microbatch: int, output: Any, flight: InFlight) -> None:
         """To all stages that take something of it."""
@@ -241,13 +242,13 @@ class Executor:
 
     def _backward(self, action: Action) -> None:
         flight, grads = self._landing(action)
-        tensors = [one.tensor for one in flight.given]
+        tensors = [value.tensor for value in flight.given]
         self._hand_back(action, flight, flight.backward.backward(flight.roots, grads, tensors))
         del self._now.flights[action.stage, action.microbatch]  # type: ignore[arg-type]
 
     def _backward_input(self, action: Action) -> None:
         flight, grads = self._landing(action)
-        tensors = [one.tensor for one in flight.given]
+        tensors = [value.tensor for value in flight.given]
         self._hand_back(action, flight, flight.backward.backward_input(flight.roots, grads, tensors))
         # Only what its weights' gradients are made of is kept.
         flight.given, flight.roots, flight.root_grads = (), (), None
@@ -285,16 +286,16 @@ class Executor:
         """Each stage that gave something gets the gradients of it."""
         for source, _, is_here in self._givers[action.stage]:
             wanted = [
-                (one, grad)
-                for one, grad in zip(flight.given, grads, strict=True)
-                if one.source == source and one.form.wants_grad
+                (value, grad)
+                for value, grad in zip(flight.given, grads, strict=True)
+                if value.source == source and value.form.wants_grad
             ]
             message = action.stage, source, action.microbatch
             if is_here:
-                whole = [torch.zeros_like(one.tensor) if grad is None else grad for one, grad in wanted]
+                whole = [torch.zeros_like(value.tensor) if grad is None else grad for value, grad in wanted]
                 self._now.handed[message] = Handed(None, whole, self._streams.mark(action.stage))
             else:
-                self._now.outbox[message] = [gradient_part(one.form, grad, one.tensor) for one, grad in wanted]
+                self._now.outbox[message] = [gradient_part(value.form, grad, value.tensor) for value, grad in wanted]
 
     def _overlap(self, action: Action) -> None:
         for part in action.parts:
@@ -335,7 +336,7 @@ class Executor:
         else:
             # The gradients that come back.
             sent = _kept(self._forms.told(stage, peer, microbatch), self._routes.taken(stage, peer))
-            forms = (one for one in sent if one.wants_grad)
+            forms = (metadata for metadata in sent if metadata.wants_grad)
         pool = self._streams.buffers(stage)
         return [pool.take(form.shape, form.dtype) for form in forms]
 
@@ -388,8 +389,8 @@ def _kept(form: Form, numbers: tuple[int, ...] | None) -> Sequence[TensorForm]:
     return form.tensors if numbers is None else [form.tensors[which] for which in numbers]
 
 
-def _check_example(example: Form, what: str, value: Any, name: str) -> None:
-    example.check(what, form_of(value)[0].without_grad(), f"in {name}", f"Give other {name}, or none.")
+def _check_example(example: Form, subject: str, value: Any, name: str) -> None:
+    example.check(subject, form_of(value)[0].without_grad(), f"in {name}", f"Give other {name}, or none.")
 
 
 _NO_LOSSES = Losses(None, None, {}, 1.0, keeps_outputs=False, has_backward=False)

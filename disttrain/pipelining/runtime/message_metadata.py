@@ -37,7 +37,7 @@ class Sharding:
     @property
     def of_gradient(self) -> tuple[Placement, ...]:
         """The gradient of a sum whose summands the ranks hold is whole on each of them."""
-        return tuple(Replicate() if isinstance(one, Partial) else one for one in self.placements)
+        return tuple(Replicate() if isinstance(placement, Partial) else placement for placement in self.placements)
 
     def whole(self, part: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
         return DTensor.from_local(part, mesh, placements, shape=self.shape, stride=self.stride, run_check=False)
@@ -84,35 +84,39 @@ class Form:
 
     def check(
         self,
-        what: str,
-        found: Form,
+        subject: str,
+        actual: Form,
         where: str = "in the first microbatch",
         remedy: str = "Give microbatches of one size, or dynamic_shapes=True.",
     ) -> None:
-        """Raises: ShapeError when `found` is another form than this one, which was `where`."""
-        if found == self:
+        """Raises: ShapeError when `actual` is another form than this one, which was `where`."""
+        if actual == self:
             return
-        if found.structure != self.structure:
+        if actual.structure != self.structure:
             raise ShapeError(
                 "pipelining.step",
-                f"{what} is nested as {found.structure}, and was as {self.structure} {where}.",
+                f"{subject} is nested as {actual.structure}, and was as {self.structure} {where}.",
                 remedy,
             )
-        was, now = next((old, new) for old, new in zip(self.leaves, found.leaves, strict=True) if old != new)
+        was, now = next((old, new) for old, new in zip(self.leaves, actual.leaves, strict=True) if old != new)
         if _differ_in_grad_only(was, now):
             remedy = "What is trained has changed: make the schedule anew."
         raise ShapeError(
             "pipelining.step",
-            f"{what} holds {_leaf_text(now)} where it held {_leaf_text(was)} {where}.",
+            f"{subject} holds {_leaf_text(now)} where it held {_leaf_text(was)} {where}.",
             remedy,
         )
 
     def is_of(self, value: Any) -> bool:
         """True where this is one plain tensor, and `value` another of the same form."""
-        own = self._one_tensor
-        if own is None or own.sharding is not None or type(value) is not torch.Tensor:
+        metadata = self._one_tensor
+        if metadata is None or metadata.sharding is not None or type(value) is not torch.Tensor:
             return False
-        return value.shape == own.shape and value.dtype == own.dtype and value.requires_grad == own.wants_grad
+        return (
+            value.shape == metadata.shape
+            and value.dtype == metadata.dtype
+            and value.requires_grad == metadata.wants_grad
+        )
 
     @cached_property
     def _one_tensor(self) -> TensorForm | None:
@@ -217,7 +221,7 @@ def _packed(leaf: TensorForm | Constant) -> list[Any]:
     sharding = leaf.sharding
     cut = sharding and [
         sharding.axis_names,
-        [_placement(one) for one in sharding.placements],
+        [_placement(placement) for placement in sharding.placements],
         sharding.shape,
         sharding.stride,
     ]

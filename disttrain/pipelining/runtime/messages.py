@@ -105,7 +105,7 @@ class Mail:
         self._channels = open_channels(self.ways[0], self._device, pairs, self._largest_bytes, self._num_slots)
 
     def finish(self) -> None:
-        """Ends sends that have gone; on CUDA they may still be going, and nobody waits for them."""
+        """Waits until all sends have gone; not on CUDA, where they may go on beside what follows."""
         for under_way in self._under_way.values():
             while under_way and self._device.type == "cpu":
                 under_way.popleft()[0].wait()

@@ -38,7 +38,7 @@ class RankFacts:
 
     def packed(self) -> Any:
         """As plain values."""
-        stages = [(one.stage, one.num_stages, one.inputs, one.tied) for one in self.stages]
+        stages = [(facts.stage, facts.num_stages, facts.inputs, facts.tied) for facts in self.stages]
         return (stages, dict(self.plan), self.problem)
 
     @classmethod
@@ -98,19 +98,19 @@ class Routes:
 
 def agree(ranks: Sequence[RankFacts], placement: Placement) -> Routes:
     """Raises: ScheduleError, the same on all ranks, when they do not fit together."""
-    for rank, one in enumerate(ranks):
-        if one.problem:
-            raise ScheduleError(_OPERATION, f"{one.problem}, on rank {rank} of the pipeline.", "Let them share one.")
+    for rank, fact in enumerate(ranks):
+        if fact.problem:
+            raise ScheduleError(_OPERATION, f"{fact.problem}, on rank {rank} of the pipeline.", "Let them share one.")
     _agree_on_plan(ranks)
     facts = _by_stage(ranks, placement)
     ties = _ties(facts)
-    skips = {(source, one.stage) for one in facts for source, _ in one.inputs or () if source < one.stage - 1}
+    skips = {(source, fact.stage) for fact in facts for source, _ in fact.inputs or () if source < fact.stage - 1}
     labels: dict[tuple[int, int], tuple[str, ...]] = {}
     for label, stages in sorted(ties.items()):
         for pair in ((source, target) for source in stages for target in stages if source != target):
             labels[pair] = (*labels.get(pair, ()), label)
     return Routes(
-        tuple(one.inputs for one in facts),
+        tuple(fact.inputs for fact in facts),
         labels,
         Wiring(tuple(sorted(skips)), tuple(sorted(set(ties.values())))),
     )
@@ -128,33 +128,33 @@ def _agree_on_plan(ranks: Sequence[RankFacts]) -> None:
 
 
 def _by_stage(ranks: Sequence[RankFacts], placement: Placement) -> list[StageFacts]:
-    found: dict[int, StageFacts] = {}
+    by_stage: dict[int, StageFacts] = {}
     for rank, facts in enumerate(ranks):
-        own = sorted(one.stage for one in facts.stages)
+        stages = sorted(fact.stage for fact in facts.stages)
         wanted = list(placement.stages[rank])
-        if own != wanted or any(one.num_stages != placement.num_stages for one in facts.stages):
-            counts = sorted({one.num_stages for one in facts.stages})
+        if stages != wanted or any(fact.num_stages != placement.num_stages for fact in facts.stages):
+            counts = sorted({fact.num_stages for fact in facts.stages})
             raise ScheduleError(
                 _OPERATION,
-                f"rank {rank} of the pipeline has stages {own} of {' and '.join(map(str, counts))}; the schedule has "
-                f"{placement.num_stages}, placed as {placement.ranks}, so it should have {wanted}.",
+                f"rank {rank} of the pipeline has stages {stages} of {' and '.join(map(str, counts))}; the schedule "
+                f"has {placement.num_stages}, placed as {placement.ranks}, so it should have {wanted}.",
                 "Make each stage on the rank that runs it.",
             )
-        found.update((one.stage, one) for one in facts.stages)
-    return [found[stage] for stage in range(placement.num_stages)]
+        by_stage.update((fact.stage, fact) for fact in facts.stages)
+    return [by_stage[stage] for stage in range(placement.num_stages)]
 
 
 def _ties(facts: Sequence[StageFacts]) -> dict[str, tuple[int, ...]]:
     ties: dict[str, tuple[int, ...]] = {}
     forms: dict[str, str] = {}
-    for one in facts:
-        for label, form in one.tied:
-            ties[label] = (*ties.get(label, ()), one.stage)
+    for fact in facts:
+        for label, form in fact.tied:
+            ties[label] = (*ties.get(label, ()), fact.stage)
             if forms.setdefault(label, form) != form:
                 raise ScheduleError(
                     _OPERATION,
                     f"the tied weight {label!r} is {forms[label]} on stage {ties[label][0]}, and {form} on stage "
-                    f"{one.stage}.",
+                    f"{fact.stage}.",
                     "Tie what is alike.",
                 )
     for label, stages in ties.items():

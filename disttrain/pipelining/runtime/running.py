@@ -112,11 +112,11 @@ class Running:
 def tell_failure(group: ProcessGroup, name: str, error: Exception) -> str:
     """A rank of the pipeline called `name` cannot go on. Returns: why another had failed before, or ""."""
     problem = error.problem if isinstance(error, DisttrainError) else f"{type(error).__name__}: {error}"
-    own = f"rank {group.world.rank}: {problem}"[:_MAX_REASON_CHARS]
-    first = own
+    reason = f"rank {group.world.rank}: {problem}"[:_MAX_REASON_CHARS]
+    first = reason
     with contextlib.suppress(StoreError):
-        first = _store_of(group, name).compare_set("failed", "", own).decode()
-    return "" if first == own else first
+        first = _store_of(group, name).compare_set("failed", "", reason).decode()
+    return "" if first == reason else first
 
 
 def _store_of(group: ProcessGroup, name: str) -> Store:

@@ -160,7 +160,7 @@ class PipelineSchedule:
 
         Raises: ScheduleError without copies before the first step, in which ranks tell each other what is tied.
         """
-        own = dict.fromkeys(one for stage in self.stages.values() for one in stage.submod.parameters())
+        unique = dict.fromkeys(parameter for stage in self.stages.values() for parameter in stage.submod.parameters())
         if without_copies:
             if self._running is None:
                 raise ScheduleError(
@@ -173,8 +173,8 @@ class PipelineSchedule:
             for stage in self.stages.values():
                 for label in stage.tied:
                     if routes.first_with(label) not in self.stages:
-                        own.pop(stage.tied_parameter(label), None)
-        return list(own)
+                        unique.pop(stage.tied_parameter(label), None)
+        return list(unique)
 
     def _run(
         self,
@@ -247,7 +247,7 @@ class PipelineSchedule:
                     rank=self._rank,
                 )
             return batch, None
-        return batch, [one["target"] for one in split_args_kwargs_into_chunks((), {"target": target}, num)[1]]
+        return batch, [piece["target"] for piece in split_args_kwargs_into_chunks((), {"target": target}, num)[1]]
 
     def _set_up(self) -> Running:
         """Sets up this rank; all learn what one rank has wrong. Collective."""
@@ -262,13 +262,14 @@ class PipelineSchedule:
             "the type of device": self._device.type,
         }
         facts = tuple(
-            StageFacts(one.stage_index, one.num_stages, one.inputs, tied_forms(one)) for one in self.stages.values()
+            StageFacts(each.stage_index, each.num_stages, each.inputs, tied_forms(each))
+            for each in self.stages.values()
         )
         gathered: list[Any] = [None] * self._group.group_size
         mail_name = "" if self._group.mail is None else self._group.mail.name
-        own = RankFacts(facts, plan, find_problem(list(self.stages.values())))
-        all_gather_object(gathered, (own.packed(), uuid.uuid4().hex, mail_name), self._group)
-        routes = agree([RankFacts.unpacked(one) for one, _, _ in gathered], self.schedule.placement)
+        rank_facts = RankFacts(facts, plan, find_problem(list(self.stages.values())))
+        all_gather_object(gathered, (rank_facts.packed(), uuid.uuid4().hex, mail_name), self._group)
+        routes = agree([RankFacts.unpacked(each) for each, _, _ in gathered], self.schedule.placement)
         mail = mail_of(self._group, self._device, [name for _, _, name in gathered])
         name = gathered[0][1]
         try:
@@ -304,14 +305,14 @@ class PipelineSchedule:
             raise ScheduleError(
                 "PipelineSchedule", f"a stage is there twice: {sorted(indices)}.", "Give each once.", rank=rank
             )
-        for what, values in {
+        for name, values in {
             "groups": {stage.group.group_name for stage in stages},
             "devices": {str(stage.device) for stage in stages},
         }.items():
             if len(values) > 1:
                 raise ScheduleError(
                     "PipelineSchedule",
-                    f"the stages {sorted(indices)} are on several {what}: {sorted(values)}.",
+                    f"the stages {sorted(indices)} are on several {name}: {sorted(values)}.",
                     "Make all stages of a rank for one.",
                     rank=rank,
                 )

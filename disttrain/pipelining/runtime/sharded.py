@@ -45,7 +45,7 @@ def scheduled_modules(module: nn.Module) -> list[ScheduledModule]:
     """The outermost such modules in `module`, itself included."""
     if isinstance(module, ScheduledModule):
         return [module]
-    return [found for child in module.children() for found in scheduled_modules(child)]
+    return [scheduled for child in module.children() for scheduled in scheduled_modules(child)]
 
 
 def schedule_modules(modules: Sequence[ScheduledModule]) -> None:

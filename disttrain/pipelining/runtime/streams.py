@@ -97,7 +97,7 @@ class Streams:
 
 def are_apart(modules: Iterable[nn.Module]) -> bool:
     """True when no two have a parameter in common. Where two have, sums into its gradient on two streams would race."""
-    parameters = [one for module in modules for one in module.parameters()]
+    parameters = [parameter for module in modules for parameter in module.parameters()]
     return len(set(parameters)) == len(parameters)
 
 

@@ -71,8 +71,8 @@ class TiedGradients:
             for label, (stage, parameter) in self._own.items():
                 others = self._received.get(label)
                 if others is not None and parameter.requires_grad:
-                    own = _part(parameter.grad)
-                    all_parts = dict(others) if own is None else {**others, stage: own}
+                    local_grad = _part(parameter.grad)
+                    all_parts = dict(others) if local_grad is None else {**others, stage: local_grad}
                     parts = [part for _, part in sorted(all_parts.items())]
                     _set(parameter, functools.reduce(torch.add, parts))
             for parameter, earlier in self._earlier.items():

@@ -73,10 +73,10 @@ def _placement(parts: list[tuple[int, Action]], num_ranks: int) -> Placement:
     absent = next(stage for stage in itertools.count() if stage not in homes)
     idle = [rank for rank in range(num_ranks) if rank not in homes.values()]
     if absent <= max(homes, default=0) or idle:
-        what = f"Rank {idle[0]}" if idle else f"Stage {absent}"
+        subject = f"Rank {idle[0]}" if idle else f"Stage {absent}"
         raise ScheduleError(
             "pipelining.from_csv",
-            f"{what} has no forward.",
+            f"{subject} has no forward.",
             "Give every stage from 0 on its forwards, and every row those of one stage at least.",
         )
     return Placement(tuple(homes[stage] for stage in range(len(homes))))

@@ -99,11 +99,11 @@ class Schedule:
     @cached_property
     def targets(self) -> tuple[tuple[int, ...], ...]:
         """Of each stage, the stages that take its activations; gradients come back from them."""
-        found: list[list[int]] = [[] for _ in range(self.num_stages)]
+        of_stages: list[list[int]] = [[] for _ in range(self.num_stages)]
         for target, sources in enumerate(self.sources):
             for source in sources:
-                found[source].append(target)
-        return tuple(map(tuple, found))
+                of_stages[source].append(target)
+        return tuple(map(tuple, of_stages))
 
     def elsewhere(self, stage: int, others: Sequence[int]) -> Iterator[int]:
         """Those of `others` that lie on another rank than `stage`: only they need a message."""

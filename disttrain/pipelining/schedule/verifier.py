@@ -29,18 +29,18 @@ def verify(schedule: Schedule, *, max_live: int | None = None, max_pending: int 
     Args: max_live  forwards that a rank may keep without their I or B;  max_pending  I that it may keep without W.
     Raises: ScheduleError with the first problem, and how many more there are.
     """
-    found = find_problems(schedule, max_live=max_live, max_pending=max_pending)
-    if found:
-        more = f" {len(found) - 1} more like it." if len(found) > 1 else ""
-        first = found[0]
+    problems = find_problems(schedule, max_live=max_live, max_pending=max_pending)
+    if problems:
+        more = f" {len(problems) - 1} more like it." if len(problems) > 1 else ""
+        first = problems[0]
         raise ScheduleError(schedule.name, first.text + more, first.remedy, rank=first.rank, where=first.where)
 
 
 def find_problems(schedule: Schedule, *, max_live: int | None = None, max_pending: int | None = None) -> list[Problem]:
     """All that break the first rule that is broken: what follows from it is not listed."""
     for check in _CHECKS:
-        if found := list(check(schedule)):
-            return found
+        if problems := list(check(schedule)):
+            return problems
     return list(_beyond_bounds(schedule, max_live, max_pending))
 
 

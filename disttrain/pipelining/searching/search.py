@@ -66,20 +66,20 @@ def search(
     """
     by_stages = costs if isinstance(costs, Mapping) else {count: costs.split(count) for count in (1, 2)}
     named = named_schedules(num_ranks, num_microbatches, by_stages)
-    found = [one for one in named if one.num_bytes <= max_bytes]
+    results = [result for result in named if result.num_bytes <= max_bytes]
     for stages_per_rank, stage_costs in by_stages.items():
         orders: list[tuple[Schedule, Orders]] = []
-        orders += ((one.schedule, skeleton(one.schedule)) for one in named if one.costs is stage_costs)
+        orders += ((result.schedule, skeleton(result.schedule)) for result in named if result.costs is stage_costs)
         orders += _nameless(num_ranks, num_microbatches, stages_per_rank)
-        found += _Tries(stage_costs, max_bytes).best(orders, num_changes, random.Random(seed))
-    if not found:
-        least = min(named, key=lambda one: one.num_bytes)
+        results += _Tries(stage_costs, max_bytes).best(orders, num_changes, random.Random(seed))
+    if not results:
+        least = min(named, key=lambda result: result.num_bytes)
         raise ScheduleError(
             "pipelining.search",
             f"No schedule of {num_ranks} ranks and {num_microbatches} microbatches keeps within {max_bytes:g} bytes.",
             f"{least.schedule.name} keeps {least.num_bytes:g}: allow as much, or make microbatches smaller.",
         )
-    return min(found, key=lambda one: one.score)
+    return min(results, key=lambda result: result.score)
 
 
 def named_schedules(num_ranks: int, num_microbatches: int, by_stages: Mapping[int, Costs]) -> list[Found]:
@@ -87,7 +87,7 @@ def named_schedules(num_ranks: int, num_microbatches: int, by_stages: Mapping[in
 
     Raises: ScheduleError when there is none.
     """
-    found = []
+    results = []
     refusals = []
     for stages_per_rank, costs in by_stages.items():
         for recipe in RECIPES:
@@ -99,14 +99,14 @@ def named_schedules(num_ranks: int, num_microbatches: int, by_stages: Mapping[in
                 refusals.append(refusal)
                 continue
             if schedule.has_backward:
-                found.append(Found(simulate(schedule, costs), costs))
-    if not found:
+                results.append(Found(simulate(schedule, costs), costs))
+    if not results:
         raise (
             refusals[0]
             if refusals
             else ScheduleError("pipelining.search", "There are no costs.", "Give them for 1 or 2 stages per rank.")
         )
-    return found
+    return results
 
 
 def _nameless(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Iterator[tuple[Schedule, Orders]]:
@@ -138,7 +138,7 @@ class _Tries:
             finalists += (other for other in again if other is not None)
         if finalists:
             finalists.append(self._change(min(finalists, key=_score), num_changes, chance))
-        return [found for filled in finalists for found in self._as_found(filled.schedule)]
+        return [result for filled in finalists for result in self._as_found(filled.schedule)]
 
     def _fill(self, template: Schedule, order: Orders, patience: float = 0) -> Filled | None:
         return fill_weights(template, order, self.costs, self.max_bytes, patience)
@@ -147,9 +147,9 @@ class _Tries:
         """Also with a B for each I whose W follows at once, where that is cheaper than both."""
         named = replace(schedule, name="Found")
         for variant in (named,) if self.costs.backward_s is None else (named, merge_backward(named)):
-            found = Found(simulate(variant, self.costs), self.costs)
-            if found.num_bytes <= self.max_bytes:
-                yield found
+            result = Found(simulate(variant, self.costs), self.costs)
+            if result.num_bytes <= self.max_bytes:
+                yield result
 
     def _change(self, best: Filled, num_changes: int, chance: random.Random) -> Filled:
         """Exchange two neighbours in some rank's order of F and I; keep what is better."""

@@ -53,13 +53,13 @@ class Memory:
 
     @property
     def by_part(self) -> dict[str, int]:
-        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "when"}
+        return {part.name: getattr(self, part.name) for part in fields(self) if part.name != "when"}
 
 
 def memory_of(job: Job, choice: Choice) -> Memory:
     """Of all ranks and moments, the fullest. Raises: ScheduleError when there is no such schedule."""
     moments = _pipeline(job, choice) if choice.schedule else _plain(job, choice)
-    return max(moments, key=lambda one: one.total_bytes)
+    return max(moments, key=lambda memory: memory.total_bytes)
 
 
 def resting_bytes(job: Job, choice: Choice) -> int:
@@ -167,9 +167,9 @@ def _profile(schedule: Schedule, num_blocks: tuple[int, ...], rank: int) -> list
         parts = () if action is None else action.parts
         has_loss = any(part.stage == last and part.op is not Op.BACKWARD_WEIGHT for part in parts)
         seen |= {(int(live), int(pending), 0), (int(live), int(pending), int(has_loss))}
-    return [one for one in seen if not any(_exceeds(other, one) for other in seen)]
+    return [moment for moment in seen if not any(_exceeds(other, moment) for other in seen)]
 
 
-def _exceeds(other: _Moment, one: _Moment) -> bool:
+def _exceeds(other: _Moment, moment: _Moment) -> bool:
     # Without a loss there are temporaries instead, which may be more.
-    return other != one and other[0] >= one[0] and other[1] >= one[1] and other[2] == one[2]
+    return other != moment and other[0] >= moment[0] and other[1] >= moment[1] and other[2] == moment[2]

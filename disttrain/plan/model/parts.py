@@ -64,8 +64,10 @@ def parameters_outside(sizes: LlamaSizes, tp: int, stage: StageParts) -> tuple[l
     """Likewise of what is in no block, and which child of the model holds each: embedding, blocks, norm, head."""
     vocab = (-(-sizes.vocab_size // tp), sizes.dim)
     has_own_head = stage.has_head and not (sizes.is_tied and stage.has_embedding)
-    found = [(0, vocab)] * stage.has_embedding + [(2, (sizes.dim, 1))] * stage.has_head + [(3, vocab)] * has_own_head
-    return [child for child, _ in found], [shape for _, shape in found]
+    parameters = (
+        [(0, vocab)] * stage.has_embedding + [(2, (sizes.dim, 1))] * stage.has_head + [(3, vocab)] * has_own_head
+    )
+    return [child for child, _ in parameters], [shape for _, shape in parameters]
 
 
 def tied_elements(job: Job, choice: Choice) -> int:
@@ -86,8 +88,8 @@ def stages_of(sizes: LlamaSizes, num_stages: int) -> tuple[StageParts, ...]:
     costs = BlockCosts((float(sizes.block_matrix_elements),) * sizes.num_layers, 0, float(sizes.vocab_elements))
     ends = [0, *balance(costs, num_stages), sizes.num_layers]
     return tuple(
-        StageParts(end - first, has_embedding=place == 0, has_head=place == num_stages - 1)
-        for place, (first, end) in enumerate(pairwise(ends))
+        StageParts(end - first, has_embedding=index == 0, has_head=index == num_stages - 1)
+        for index, (first, end) in enumerate(pairwise(ends))
     )
 
 
@@ -109,7 +111,7 @@ def parts_of(job: Job, choice: Choice) -> tuple[StageParts, ...]:
     """
     num_stages = num_stages_of(choice)
     if job.sizes.is_tied and choice.schedule is not None:
-        first = next(own for own in stages_of_ranks(choice.schedule, choice.mesh.pp) if 0 in own)
+        first = next(of_rank for of_rank in stages_of_ranks(choice.schedule, choice.mesh.pp) if 0 in of_rank)
         if num_stages - 1 in first:
             raise ScheduleError(
                 "plan",
@@ -124,7 +126,7 @@ def parts_of_ranks(job: Job, choice: Choice) -> list[tuple[StageParts, ...]]:
     stages = parts_of(job, choice)
     if choice.schedule is None:
         return [stages]
-    return [tuple(stages[stage] for stage in own) for own in stages_of_ranks(choice.schedule, choice.mesh.pp)]
+    return [tuple(stages[stage] for stage in of_rank) for of_rank in stages_of_ranks(choice.schedule, choice.mesh.pp)]
 
 
 _FILLING = 4

@@ -123,8 +123,8 @@ def read_sizes(text: str, vocab_size: int | None = None) -> LlamaSizes:
     Raises: SettingError when there is no such model or file, or what it says is no Llama's.
     """
     if text.lower() in PRESETS:
-        found = PRESETS[text.lower()]
-        return found if vocab_size is None else replace(found, vocab_size=vocab_size)
+        preset = PRESETS[text.lower()]
+        return preset if vocab_size is None else replace(preset, vocab_size=vocab_size)
     table, where = _written_out(text) if "=" in text else _read(text)
     if isinstance(table, str):
         return read_sizes(table, vocab_size)
@@ -137,7 +137,9 @@ def _written_out(text: str) -> tuple[dict[str, Any], str]:
         name, _, value = part.strip().partition("=")
         if name not in _WEIGHTLESS.union(*_SPELLINGS.values()):
             problem = f"{text!r} has {name!r}, which is no size."
-            raise SettingError(_OPERATION, problem, f"Sizes are {', '.join(one[0] for one in _SPELLINGS.values())}.")
+            raise SettingError(
+                _OPERATION, problem, f"Sizes are {', '.join(spellings[0] for spellings in _SPELLINGS.values())}."
+            )
         table[name] = int(value) if value.isdecimal() else {"true": True, "false": False}.get(value.lower(), value)
     return table, repr(text)
 
@@ -147,7 +149,7 @@ def _read(text: str) -> tuple[dict[str, Any] | str, str]:
     path = Path(text) / "config.json" if Path(text).is_dir() else Path(text)
     try:
         content = path.read_text(encoding="utf-8")
-        found = tomllib.loads(content) if path.suffix == ".toml" else json.loads(content)
+        content_table = tomllib.loads(content) if path.suffix == ".toml" else json.loads(content)
     except (OSError, UnicodeDecodeError) as error:
         problem = f"{text!r} is no preset, and cannot be read: {getattr(error, 'strerror', None) or error}."
         remedy = f"Give a TOML or JSON file, sizes as dim=N,num_layers=N,..., or one of {', '.join(PRESETS)}."
@@ -155,7 +157,7 @@ def _read(text: str) -> tuple[dict[str, Any] | str, str]:
     except ValueError as error:
         kind = "TOML" if path.suffix == ".toml" else "JSON"
         raise SettingError(_OPERATION, f"{path} is no {kind}: {error}.", "Mend it.") from None
-    table = found.get("model", found) if isinstance(found, dict) else None
+    table = content_table.get("model", content_table) if isinstance(content_table, dict) else None
     if not isinstance(table, dict | str):
         raise SettingError(_OPERATION, f"{path} has no table of sizes.", "Give dim, num_layers and so on by name.")
     return table, str(path)
@@ -165,18 +167,18 @@ def _from_table(table: Mapping[str, Any], where: str) -> LlamaSizes:
     if experts := next((name for name in table if "experts" in name), None):
         problem = f"{where} has {experts} {table[experts]!r}: its blocks are not a Llama's."
         raise SettingError(_OPERATION, problem, "Take a model without experts.")
-    found: dict[str, Any] = {}
+    sizes: dict[str, Any] = {}
     for field, spellings in _SPELLINGS.items():
         known = [name for name in spellings if table.get(name) is not None]
         # One name can stand for two things: in a table with `dim`, `hidden_size` is no width of the residual stream.
         if field == "ffn_size" and "dim" not in table and known[:1] == ["hidden_size"]:
             known = []
         if known:
-            found[field] = table[known[0]]
-    if "num_kv_heads" not in found and "num_heads" in found:
-        found["num_kv_heads"] = found["num_heads"]
-    missing = [name for name in ("dim", "num_layers", "num_heads", "ffn_size", "vocab_size") if name not in found]
+            sizes[field] = table[known[0]]
+    if "num_kv_heads" not in sizes and "num_heads" in sizes:
+        sizes["num_kv_heads"] = sizes["num_heads"]
+    missing = [name for name in ("dim", "num_layers", "num_heads", "ffn_size", "vocab_size") if name not in sizes]
     if missing:
         names = ", ".join("/".join(_SPELLINGS[name][:2]) for name in missing)
         raise SettingError(_OPERATION, f"{where} does not say {names}.", "Add it; all sizes of the model are needed.")
-    return LlamaSizes(**found)
+    return LlamaSizes(**sizes)

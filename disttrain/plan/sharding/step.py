@@ -92,7 +92,10 @@ def _step(sharding: Sharding, stage: StageParts, num_microbatches: int, *, reduc
     )
     partners = _partners(few) if num_microbatches else range(len(few.stretches))
     return Step(
-        tuple(_line(one, more.stretches[index], num_more) for one, index in zip(few.stretches, partners, strict=True)),
+        tuple(
+            _line(stretch, more.stretches[index], num_more)
+            for stretch, index in zip(few.stretches, partners, strict=True)
+        ),
         _counts_line(few.messages, more.messages, num_more),
         _counts_line(few.last_messages, more.last_messages, num_more),
     )

@@ -49,12 +49,12 @@ class Hardware:
     network_step_s: float = 9.6e-6
 
     def __post_init__(self) -> None:
-        for one in fields(self)[1:]:
-            value = getattr(self, one.name)
+        for rate in fields(self)[1:]:
+            value = getattr(self, rate.name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            may_be_zero = one.name in _MAY_BE_ZERO
+            may_be_zero = rate.name in _MAY_BE_ZERO
             if not is_number or value < 0 or (value == 0 and not may_be_zero):
-                raise SettingError(_OPERATION, f"{one.name} is {value!r}.", "Give a number above 0, in the SI unit.")
+                raise SettingError(_OPERATION, f"{rate.name} is {value!r}.", "Give a number above 0, in the SI unit.")
 
     def with_changes(self, **changes: float | None) -> Hardware:
         """The same with what is not None."""

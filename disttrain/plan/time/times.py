@@ -52,7 +52,7 @@ class Times:
 
     @property
     def by_part(self) -> dict[str, float]:
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        return {part.name: getattr(self, part.name) for part in fields(self)}
 
 
 def times_of(job: Job, choice: Choice) -> Times:
@@ -60,9 +60,9 @@ def times_of(job: Job, choice: Choice) -> Times:
     stages = parts_of(job, choice)
     each = [stage_times(job, choice, stage) for stage in stages]
     per_microbatch = choice.num_microbatches / choice.mesh.pp
-    work_s = per_microbatch * sum(one.total_s for one in each)
-    again_s = per_microbatch * sum(one.again for one in each)
-    tp_s = per_microbatch * sum(one.tp for one in each)
+    work_s = per_microbatch * sum(times.total_s for times in each)
+    again_s = per_microbatch * sum(times.again for times in each)
+    tp_s = per_microbatch * sum(times.tp for times in each)
     if choice.schedule is None:
         shards_s, bubble_s = _shards_s(job, choice), 0.0
     else:
@@ -94,9 +94,9 @@ def costs_of(job: Job, choice: Choice) -> Costs:
     each = [stage_times(job, choice, stage) for stage in parts_of(job, choice)]
     link = link_of(job, choice, "pp")
     return Costs(
-        forward_s=tuple(one.forward for one in each),
-        backward_input_s=tuple(one.backward - one.weights for one in each),
-        backward_weight_s=tuple(one.weights for one in each),
+        forward_s=tuple(times.forward for times in each),
+        backward_input_s=tuple(times.backward - times.weights for times in each),
+        backward_weight_s=tuple(times.weights for times in each),
         message_bytes=kept_of(job, choice).message,
         link=PipelineLink(link.latency_s, link.bytes_per_s),
     )
@@ -149,7 +149,7 @@ def _even_rhythm(name: str, num_ranks: int) -> tuple[float, float]:
 
 def _busiest_s(name: str, num_ranks: int, stages: Sequence[StageTimes]) -> float:
     """Returns what the rank with most to do computes for each microbatch."""
-    return max(sum(stages[stage].total_s for stage in own) for own in stages_of_ranks(name, num_ranks))
+    return max(sum(stages[stage].total_s for stage in of_rank) for of_rank in stages_of_ranks(name, num_ranks))
 
 
 def _tie_s(job: Job, choice: Choice) -> float:
@@ -170,12 +170,12 @@ def _optimizer_s(job: Job, choice: Choice) -> float:
 def _reduction_s(job: Job, choice: Choice, num_elements: int) -> float:
     """Gradients over dp, then over copies."""
     num_bytes = num_elements * job.precision.reduce_bytes
-    mesh, found = choice.mesh, 0.0
+    mesh, seconds = choice.mesh, 0.0
     if mesh.dp > 1:
-        found += link_of(job, choice, "dp").seconds(ring_bytes(num_bytes, mesh.dp))
+        seconds += link_of(job, choice, "dp").seconds(ring_bytes(num_bytes, mesh.dp))
     if mesh.replicate > 1:
-        found += link_of(job, choice, "replicate").all_reduce_s(num_bytes / mesh.dp)
-    return found
+        seconds += link_of(job, choice, "replicate").all_reduce_s(num_bytes / mesh.dp)
+    return seconds
 
 
 def _packing_s(job: Job, choice: Choice, num_elements: int) -> float:

@@ -71,12 +71,12 @@ def traffic_of(job: Job, choice: Choice) -> tuple[Traffic, ...]:
     """Axes of one rank send nothing, and are left out."""
     stages = parts_of(job, choice)
     per_rank = max(1, len(stages) // choice.mesh.pp)
-    found = [
+    of_axes = [
         *_of_shards(job, choice),
         _of_tensor_parallel(job, choice, stages, per_rank),
         _of_pipeline(job, choice, per_rank),
     ]
-    return tuple(one for one in found if one.num_ranks > 1)
+    return tuple(traffic for traffic in of_axes if traffic.num_ranks > 1)
 
 
 def _of_shards(job: Job, choice: Choice) -> tuple[Traffic, Traffic]:
