@@ -165,13 +165,11 @@ def _is_trained(param: ShardedParam) -> bool:
 
 def _param_sizes(group: ParamGroup, param: ShardedParam, *, is_in_place: bool) -> ParamSizes:
     plan = plan_flat([param.front_shape], group.sharding.num_shards)
-    return ParamSizes(
-        whole_bytes=math.prod(param.shape) * group.compute_dtype.itemsize,
-        kept_bytes=math.prod(param.shape) * group.reduce_dtype.itemsize,
-        packed_bytes=plan.shard_numel * plan.num_shards * group.reduce_dtype.itemsize,
-        reduced_bytes=plan.shard_numel * group.reduce_dtype.itemsize,
-        gradient_bytes=plan.shard_numel * param.orig_dtype.itemsize,
-        sent_bytes=plan.shard_numel * group.compute_dtype.itemsize,
+    return ParamSizes.of(
+        math.prod(param.shape),
+        plan.shard_numel * plan.num_shards,
+        plan.num_shards,
+        (param.orig_dtype.itemsize, group.compute_dtype.itemsize, group.reduce_dtype.itemsize),
         is_in_place=is_in_place,
         is_trained=_is_trained(param),
         num_uses=len(param.owners),

@@ -37,6 +37,33 @@ class ParamSizes:
     has_gradient: bool = False
     """This rank's part of it, once it has been reduced."""
 
+    @classmethod
+    def of(
+        cls,
+        numel: int,
+        padded_numel: int,
+        num_shards: int,
+        itemsizes: tuple[int, int, int],
+        *,
+        is_in_place: bool,
+        is_trained: bool = True,
+        num_uses: int = 1,
+    ) -> ParamSizes:
+        """`itemsizes`: of the shard, of what is computed with, and of what is reduced."""
+        kept, compute, reduce = itemsizes
+        shard_numel = padded_numel // num_shards
+        return cls(
+            whole_bytes=numel * compute,
+            kept_bytes=numel * reduce,
+            packed_bytes=padded_numel * reduce,
+            reduced_bytes=shard_numel * reduce,
+            gradient_bytes=shard_numel * kept,
+            sent_bytes=shard_numel * compute,
+            is_in_place=is_in_place,
+            is_trained=is_trained,
+            num_uses=num_uses,
+        )
+
     @property
     def has_grad(self) -> bool:
         """A gradient is there that has not been reduced."""

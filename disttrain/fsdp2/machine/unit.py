@@ -80,6 +80,17 @@ class Unit:
         self.is_kept_unsharded = self.is_shown_on_request = False
 
 
+def joined(groups: Sequence[Group], units: Sequence[Unit], *, gathers: bool) -> Bundle:
+    """Bundles these groups of the units: they go over the wire as one message; without `gathers`, reductions alone."""
+    bundle = Bundle(groups, gathers=gathers)
+    for group in groups:
+        group.bundle = bundle
+    mates = frozenset(units)
+    for unit in mates if gathers and len(mates) > 1 else ():
+        unit.mates = mates
+    return bundle
+
+
 def gather(group: Group, *, alone: bool = False) -> do.Commands:
     """`group`, which is sharded, will be needed; those that go with it, too, unless `alone`."""
     is_one = alone or group.bundle is None or group.status is Status.PART_KEPT

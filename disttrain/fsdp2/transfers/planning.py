@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from disttrain.fsdp2.machine.group import Bundle, Group
-from disttrain.fsdp2.machine.unit import Unit
+from disttrain.fsdp2.machine.unit import Unit, joined
 from disttrain.fsdp2.transfers.forms import TransferCost, may_go_together, plan_form, plan_together
 
 if TYPE_CHECKING:
@@ -150,10 +150,5 @@ def carry_out(plan: TransferPlan) -> list[Bundle]:
 
 def bundle_of(plan: SetPlan, groups: Mapping[ParamGroup, Group], units: Mapping[Unit, Unit]) -> Bundle:
     """Let what stands for the groups and units of the plan go over the wire together."""
-    bundle = Bundle([groups[group] for group in plan.groups], gathers=plan.gathers)
-    for group in bundle.groups:
-        group.bundle = bundle
-    mates = frozenset(units[state.unit] for state in plan.states)
-    for unit in mates if plan.gathers and len(mates) > 1 else ():
-        unit.mates = mates
-    return bundle
+    units_of_plan = [units[state.unit] for state in plan.states]
+    return joined([groups[group] for group in plan.groups], units_of_plan, gathers=plan.gathers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from typing import TypeVar
 from disttrain.fsdp2.estimating.rehearsal import REDUCED_ALL, REDUCTIONS, STEADY, Rehearsal
 from disttrain.fsdp2.estimating.values import GroupSizes, Message, ParamSizes, Peak, SizedModule
 from disttrain.fsdp2.machine.group import Buckets, Bundle, Group
-from disttrain.fsdp2.machine.unit import Unit
+from disttrain.fsdp2.machine.unit import Unit, joined
 from disttrain.plan.job import Choice
 from disttrain.plan.model.parts import StageParts, parameters_of_block, parameters_outside
 from disttrain.plan.sharding.transfers import Sharding, Transfers, transfers_of
@@ -177,31 +178,20 @@ class _Model:
         for size in plan.sets:
             units = [module.unit for module in modules[start : start + size]]
             start += size
-            if size == 1:
-                continue
-            bundle = Bundle([group for unit in units for group in unit.groups], gathers=plan.gathers_sets)
-            for group in bundle.groups:
-                group.bundle = bundle
-            for unit in units if plan.gathers_sets else ():
-                unit.mates = frozenset(units)
-            self.bundles.append(bundle)
+            if size > 1:
+                groups = [group for unit in units for group in unit.groups]
+                self.bundles.append(joined(groups, units, gathers=plan.gathers_sets))
 
     def _param(self, shape: tuple[int, int], is_in_place: bool) -> ParamSizes:
         sharding, precision = self.sharding, self.sharding.precision
-        num_elements, padded = shape[0] * shape[1], sharding.padded(shape)
-        shard = padded // sharding.num_shards
         # Where nothing is sharded, only gradients come and go.
-        is_sharded = precision.is_sharded
-        return ParamSizes(
-            whole_bytes=num_elements * precision.compute_bytes * is_sharded,
-            kept_bytes=num_elements * precision.reduce_bytes * is_sharded,
-            packed_bytes=padded * precision.reduce_bytes * is_sharded,
-            reduced_bytes=shard * (precision.reduce_bytes if is_sharded else precision.parameter_bytes),
-            gradient_bytes=shard * precision.parameter_bytes,
-            sent_bytes=shard * precision.compute_bytes * is_sharded,
+        compute, reduce = (each * precision.is_sharded for each in (precision.compute_bytes, precision.reduce_bytes))
+        return ParamSizes.of(
+            math.prod(shape),
+            sharding.padded(shape),
+            sharding.num_shards,
+            (precision.parameter_bytes, compute, reduce),
             is_in_place=is_in_place,
-            is_trained=True,
-            num_uses=1,
         )
 
     def _group(self, params: list[ParamSizes]) -> GroupSizes:
