@@ -131,14 +131,14 @@ def post_accumulate_hooks(leaf: torch.Tensor) -> tuple[Callable[..., Any], ...]:
 @contextmanager
 def without_post_accumulate_hooks(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
     """While it lasts, nothing follows the accumulation of these leaves' gradients."""
-    held = [(hooks, dict(hooks)) for leaf in leaves if (hooks := leaf._post_accumulate_grad_hooks)]
-    for hooks, _ in held:
+    removed = [(hooks, dict(hooks)) for leaf in leaves if (hooks := leaf._post_accumulate_grad_hooks)]
+    for hooks, _ in removed:
         hooks.clear()
     try:
         yield
     finally:
-        for hooks, known in held:
-            hooks.update(known)
+        for hooks, copies in removed:
+            hooks.update(copies)
 
 
 def wrap_engine_calls(wrapper: Callable[..., Any]) -> None:
@@ -198,8 +198,8 @@ def several_gradients(hook: Callable[..., Any]) -> SeveralGradients | None:
         if inner is None:
             return None
     cells = zip(inner.__code__.co_freevars, inner.__closure__, strict=True)
-    held = {name: cell.cell_contents for name, cell in cells if name in ("buffer", "fn", "idx", "len_tensors")}
-    return SeveralGradients(id(held["buffer"]), held["fn"], held["idx"], held["len_tensors"])
+    contents = {name: cell.cell_contents for name, cell in cells if name in ("buffer", "fn", "idx", "len_tensors")}
+    return SeveralGradients(id(contents["buffer"]), contents["fn"], contents["idx"], contents["len_tensors"])
 
 
 def move_hooks(leaf: torch.Tensor, to: torch.Tensor) -> None:
@@ -231,6 +231,6 @@ def compile_forward_alone(module: nn.Module) -> None:
     if compiled is None:
         return
     # What torch.compile was asked for is known to the context that made the function, and to nobody else.
-    held = dict(zip(compiled.__code__.co_freevars, compiled.__closure__, strict=True))
-    module.forward = held["self"].cell_contents(module.forward)
+    closure = dict(zip(compiled.__code__.co_freevars, compiled.__closure__, strict=True))
+    module.forward = closure["self"].cell_contents(module.forward)
     module._compiled_call_impl = None

@@ -72,8 +72,8 @@ class RootContext:
         self.comm.ready, self.root.post_optim_event = self.root.post_optim_event, None
         for state in self.states:
             state.forget_forward()
-        kept = [state for state in self.states if state.unit.is_kept_unsharded]
-        written = written_to([*chain.from_iterable(state.groups for state in kept)])
+        kept_unsharded = [state for state in self.states if state.unit.is_kept_unsharded]
+        written = written_to([*chain.from_iterable(state.groups for state in kept_unsharded)])
         self.run(self.model.iteration_begins(written))
 
     def begin_backward(self) -> None:

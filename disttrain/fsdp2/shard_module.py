@@ -154,12 +154,12 @@ def _topmost(modules: list[Any]) -> list[nn.Module]:
     return [module for module in dict.fromkeys(modules) if module not in below]
 
 
-def _check_policy(given: object, kind: type) -> None:
-    if given is not None and not isinstance(given, kind):
+def _check_policy(policy: object, kind: type) -> None:
+    if policy is not None and not isinstance(policy, kind):
         raise ShardingError(
             "fully_shard",
-            f"a {type(given).__module__}.{type(given).__qualname__} is no {kind.__name__} of disttrain.",
-            f"Import {type(given).__name__} from disttrain.fsdp2.",
+            f"a {type(policy).__module__}.{type(policy).__qualname__} is no {kind.__name__} of disttrain.",
+            f"Import {type(policy).__name__} from disttrain.fsdp2.",
         )
 
 
@@ -217,9 +217,9 @@ def _placement_of(
     parameter: nn.Parameter, shard_placement_fn: Callable[[nn.Parameter], Any] | None, mesh: DeviceMesh
 ) -> tuple[Any, DeviceMesh]:
     """Returns the dim along which a parameter is cut, and the mesh over which."""
-    given: Any = shard_placement_fn(parameter) if shard_placement_fn is not None else None
-    own_mesh = getattr(getattr(given, "mesh_info", None), "mesh", None)
-    return (converted(given.placement), own_mesh) if isinstance(own_mesh, DeviceMesh) else (converted(given), mesh)
+    answer: Any = shard_placement_fn(parameter) if shard_placement_fn is not None else None
+    own_mesh = getattr(getattr(answer, "mesh_info", None), "mesh", None)
+    return (converted(answer.placement), own_mesh) if isinstance(own_mesh, DeviceMesh) else (converted(answer), mesh)
 
 
 def _cut_dim(fqn: str, parameter: nn.Parameter, placement: Placement | None, rank: int) -> int:

@@ -175,12 +175,12 @@ class ShardState:
     def _pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given, unit = (args, kwargs), self.unit
+        arguments, unit = (args, kwargs), self.unit
         if unit.is_scheduled:
             self.check_unsharded("forward")
             note_values(self.groups)
             taken = self._cast_inputs(args, kwargs)
-            self._forwards.note(given, taken)
+            self._forwards.note(arguments, taken)
             return taken
         if is_transformed():
             refuse_transform(type(module).__name__)
@@ -198,7 +198,7 @@ class ShardState:
         is_first = (is_recomputation or unit.begins_with(module)) and is_outermost
         if torch.is_grad_enabled() and self.groups and is_first:
             args, kwargs = watch_inputs(self, args, kwargs)
-        self._forwards.note(given, (args, kwargs))
+        self._forwards.note(arguments, (args, kwargs))
         return args, kwargs
 
     def _begin_forward(self, context: RootContext) -> RootContext:

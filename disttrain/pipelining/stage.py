@@ -149,9 +149,9 @@ class PipelineStage:
                     "Name an earlier stage, and count the tensors that it returns from 0.",
                     rank=rank,
                 )
-        known = dict(self.submod.named_parameters(remove_duplicate=False)) if self.tied else {}
+        parameters = dict(self.submod.named_parameters(remove_duplicate=False)) if self.tied else {}
         for label, name in self.tied.items():
-            if name not in known:
+            if name not in parameters:
                 raise ScheduleError(
                     _OPERATION,
                     f"stage {index} has no parameter {name!r}, which is to be tied as {label!r}.",
@@ -167,8 +167,8 @@ def as_arguments(value: Any) -> tuple[Any, ...]:
 
 def stages_of(operation: str, stages: Any) -> list[PipelineStage]:
     """This rank's stages, one or several. Raises ScheduleError without any, and for what is no stage of disttrain's."""
-    given = list(stages) if isinstance(stages, Iterable) else [stages]
-    for stage in given:
+    stage_list = list(stages) if isinstance(stages, Iterable) else [stages]
+    for stage in stage_list:
         if not isinstance(stage, PipelineStage):
             kind = type(stage)
             raise ScheduleError(
@@ -176,6 +176,6 @@ def stages_of(operation: str, stages: Any) -> list[PipelineStage]:
                 f"a stage is a {kind.__module__}.{kind.__qualname__}, and none of disttrain's.",
                 "Make each by disttrain.pipelining.PipelineStage, or by build_stage of a SplitModel or Pipe.",
             )
-    if not given:
+    if not stage_list:
         raise ScheduleError(operation, "this rank has no stage.", "Give each rank at least one.")
-    return given
+    return stage_list

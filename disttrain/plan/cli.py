@@ -126,10 +126,10 @@ def _parser() -> Parser:
         description="Which meshes fit a Llama on so many GPUs, what each takes, and which is the fastest.",
     )
     add, flag = parser.add_argument, argparse.BooleanOptionalAction
-    known = (
+    models = (
         f"{', '.join(PRESETS)}, sizes as dim=N,num_layers=N,..., a TOML or JSON file, or a folder with a config.json"
     )
-    add("--model", metavar="M", help=known)
+    add("--model", metavar="M", help=models)
     add("--vocab", metavar="N", type=_count, help="size of the vocabulary, where the model does not say it")
     add("--gpus", metavar="N", type=_count)
     add("--gpu-memory", metavar="GIB", type=_positive, help="of each (default: the hardware's)")

@@ -168,13 +168,13 @@ def estimate(
 def _check_is_sharded_so(
     root: ShardState, mesh: DeviceMesh | None, blocks: list[nn.Module], options: dict[str, Any]
 ) -> None:
-    given = [name for name, value in options.items() if value is not None] + ["blocks"] * bool(blocks)
+    options_set = [name for name, value in options.items() if value is not None] + ["blocks"] * bool(blocks)
     if mesh is not None and any(mesh != group.sharding.mesh for group in root.groups):
-        given.append("mesh")
-    if given:
+        options_set.append("mesh")
+    if options_set:
         raise ShardingError(
             "estimate",
-            f"the model is sharded already, and {', '.join(given)} would say how it is to be.",
+            f"the model is sharded already, and {', '.join(options_set)} would say how it is to be.",
             "Leave them out, or give the model before fully_shard.",
         )
 
@@ -210,24 +210,24 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _summed_up(root: ShardState, sizing: Sizing, step: Rehearsal, optimizer: OptimizerBytes) -> Estimate:
-    held, on_host = Held(), Held()
+    total, on_host = Held(), Held()
     for group in sizing.groups:
         of_group = held_of_group(group, optimizer)
-        held += of_group
+        total += of_group
         if group.is_offloaded and root.device.type != "cpu":
             on_host += of_group
     unsharded = held_unsharded(root, sizing.groups, optimizer)
-    held += unsharded
+    total += unsharded
     buffers_bytes = sum(buffer.nbytes for buffer in root.module.buffers())
     by_kind = {**step.peak.by_kind, REDUCED: step.peak.by_kind.get(REDUCED, 0) + unsharded.gradients}
     return Estimate(
         mesh_text=str(sizing.groups[0].sharding.mesh.layout) if sizing.groups else "no mesh",
-        parameters_bytes=held.parameters,
-        gradients_bytes=held.gradients,
-        optimizer_bytes=held.optimizer,
+        parameters_bytes=total.parameters,
+        gradients_bytes=total.gradients,
+        optimizer_bytes=total.optimizer,
         buffers_bytes=buffers_bytes,
         host_bytes=on_host.parameters + on_host.gradients + on_host.optimizer,
-        resting_bytes=held.parameters + held.optimizer + buffers_bytes - on_host.parameters - on_host.optimizer,
+        resting_bytes=total.parameters + total.optimizer + buffers_bytes - on_host.parameters - on_host.optimizer,
         peak=Peak(step.peak.when, by_kind),
         traffic=_traffic(sum(step.messages, Counter())),
         transfers_text=_in_words(sizing.plan),

@@ -203,19 +203,19 @@ class Rehearsal:
         else:
             self._release_gathered()
         if was_kept:
-            (num_ranks, held), sizes.kept = sizes.kept, (0, 0)
+            (num_ranks, held_bytes), sizes.kept = sizes.kept, (0, 0)
         else:
-            num_ranks, held = sizes.num_shards, packed_bytes
+            num_ranks, held_bytes = sizes.num_shards, packed_bytes
             for each in all_sizes:
-                held += each.cast_bytes + (each.shard_bytes if each.is_offloaded and self._has_streams else 0)
-            self._add(GATHERED, held)
+                held_bytes += each.cast_bytes + (each.shard_bytes if each.is_offloaded and self._has_streams else 0)
+            self._add(GATHERED, held_bytes)
         output_bytes = rest_bytes * sizes.num_shards
         self._add(GATHERED, output_bytes)
         self._send("all_gather", num_ranks, sent_bytes * sizes.num_shards, num_collectives)
         # What a transport reads, or a stream that is not its owner, is there until it has been waited for; of what has
         # been packed, that alone.
-        held_on = 0 if self._has_streams and not was_kept else packed_bytes if len(groups) > 1 else held
-        self._drop(GATHERED, held - held_on)
+        held_on = 0 if self._has_streams and not was_kept else packed_bytes if len(groups) > 1 else held_bytes
+        self._drop(GATHERED, held_bytes - held_on)
         gathering = _Gathering(held_on, output_bytes, goes_in_place)
         self._gathering.update(dict.fromkeys(groups, gathering))
 
@@ -236,9 +236,9 @@ class Rehearsal:
     def _free(self, group: Group, keep_on: int | None) -> None:
         sizes = sizes_of(group)
         if keep_on is not None:
-            held = sizes.sent_bytes * (sizes.num_shards // keep_on)
-            self._add(GATHERED, held)
-            sizes.kept = keep_on, held
+            part_bytes = sizes.sent_bytes * (sizes.num_shards // keep_on)
+            self._add(GATHERED, part_bytes)
+            sizes.kept = keep_on, part_bytes
         self._drop(UNSHARDED, sizes.whole_bytes)
 
     def _drop_part(self, group: Group) -> None:

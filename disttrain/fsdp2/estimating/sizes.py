@@ -46,8 +46,8 @@ class OptimizerBytes:
                 optimizer = self._cost([probe])
                 optimizer.step()
             # Numbers that there are once, such as that of the step, do not grow with the parameter.
-            kept = [value for value in optimizer.state[probe].values() if isinstance(value, torch.Tensor)]
-            self._known[dtype] = sum(value.nbytes for value in kept if value.numel() > 1) / probe.numel()
+            states = [value for value in optimizer.state[probe].values() if isinstance(value, torch.Tensor)]
+            self._known[dtype] = sum(value.nbytes for value in states if value.numel() > 1) / probe.numel()
         return self._known[dtype]
 
 
@@ -77,17 +77,17 @@ def held_of_group(group: ParamGroup, optimizer: OptimizerBytes) -> Held:
 def held_unsharded(root: ShardState, groups: list[ParamGroup], optimizer: OptimizerBytes) -> Held:
     """Counts what a rank holds of parameters that no group has taken: all of each."""
     taken = {(owner.module, owner.name) for group in groups for param in group.params for owner in param.owners}
-    left = {
+    untaken = {
         parameter
         for module in root.module.modules()
         for name, parameter in own_parameters(module)
         if (module, name) not in taken
     }
-    held = Held(sum(parameter.nbytes for parameter in left))
-    for parameter in left:
+    total = Held(sum(parameter.nbytes for parameter in untaken))
+    for parameter in untaken:
         if parameter.requires_grad:
-            held += Held(0, parameter.nbytes, round(parameter.numel() * optimizer.per_element(parameter.dtype)))
-    return held
+            total += Held(0, parameter.nbytes, round(parameter.numel() * optimizer.per_element(parameter.dtype)))
+    return total
 
 
 class Sizing:
@@ -105,9 +105,9 @@ class Sizing:
         self._names = {module: name or type(module).__name__ for name, module in root.module.named_modules()}
         self.root = self._module(root, is_root=True)
         of_unit = {state.unit: sized.unit for state, sized in self._sized.items()}
-        for given, unit in of_unit.items():
+        for real_unit, unit in of_unit.items():
             for name in ("forward_prefetch", "backward_prefetch"):
-                chosen = getattr(given, name)
+                chosen = getattr(real_unit, name)
                 setattr(unit, name, chosen and [of_unit[each] for each in chosen if each in of_unit])
         self.bundles = [bundle_of(each, self._groups, of_unit) for each in self.plan.sets]
 

@@ -50,14 +50,14 @@ class ParamSizes:
         num_uses: int = 1,
     ) -> ParamSizes:
         """`itemsizes`: of the shard, of what is computed with, and of what is reduced."""
-        kept, compute, reduce = itemsizes
+        stored, compute, reduce = itemsizes
         shard_numel = padded_numel // num_shards
         return cls(
             whole_bytes=numel * compute,
             kept_bytes=numel * reduce,
             packed_bytes=padded_numel * reduce,
             reduced_bytes=shard_numel * reduce,
-            gradient_bytes=shard_numel * kept,
+            gradient_bytes=shard_numel * stored,
             sent_bytes=shard_numel * compute,
             is_in_place=is_in_place,
             is_trained=is_trained,

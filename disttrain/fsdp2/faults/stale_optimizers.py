@@ -70,10 +70,10 @@ class _Replaced:
         """Those that the optimizer holds, with what they have become."""
         pairs = []
         for group in getattr(optimizer, "param_groups", ()):
-            for held in group["params"]:
-                original, param = self.by_id.get(id(held), (_nothing, _nothing))
+            for parameter in group["params"]:
+                original, param = self.by_id.get(id(parameter), (_nothing, _nothing))
                 replaced, became = original(), param()
-                if replaced is held and replaced is not None and became is not None:
+                if replaced is parameter and replaced is not None and became is not None:
                     pairs.append((replaced, became))
         return pairs
 
@@ -85,7 +85,7 @@ class _Replaced:
         if not pairs:
             self._healthy.add(optimizer)
             return
-        if any(held.grad is not None for held, _ in pairs):
+        if any(parameter.grad is not None for parameter, _ in pairs):
             return
         missed = [param for _, param in pairs if param.sharded.grad is not None]
         if missed:

@@ -62,24 +62,24 @@ def _run(run: Run, outputs: Sequence[Any], *args: Any, accumulate_grad: bool, **
     grads, retains_graph, creates_graph, inputs, *rest = args
     if not any(map(is_shard, inputs)):
         return run(outputs, *args, accumulate_grad=accumulate_grad, **kwargs)
-    asked = _Asked(inputs)
+    request = _Asked(inputs)
     if accumulate_grad:
-        everything = asked.all_inputs
+        everything = request.all_inputs
         return run(outputs, grads, retains_graph, creates_graph, everything, *rest, accumulate_grad=True, **kwargs)
     (allows_unused,) = rest
     if creates_graph or is_transformed() or any(map(is_batched, grads)):
         option = "create_graph=True" if creates_graph else "is_grads_batched=True"
         raise ShardingError(
             "grad",
-            f"{option} would need the graph of gradients of sharded parameters, such as {asked.names[0]}.",
+            f"{option} would need the graph of gradients of sharded parameters, such as {request.names[0]}.",
             "Leave the module that needs them out of fully_shard.",
-            rank=asked.rank,
+            rank=request.rank,
         )
-    with asked.apart():
-        grads_of_inputs = run(outputs, grads, retains_graph, False, asked.all_inputs, True, accumulate_grad=False)
-        results = asked.reduced(grads_of_inputs)
+    with request.apart():
+        grads_of_inputs = run(outputs, grads, retains_graph, False, request.all_inputs, True, accumulate_grad=False)
+        results = request.reduced(grads_of_inputs)
     if not allows_unused and any(result is None for result in results):
-        asked.refuse_unused(results)
+        request.refuse_unused(results)
     return results
 
 
@@ -87,13 +87,13 @@ class _Asked:
     """The gradients that one call of `torch.autograd.grad` asks for."""
 
     def __init__(self, inputs: Sequence[Any]) -> None:
-        known = {
+        context_of = {
             id(param.sharded): (param, context)
             for context in _contexts()
             for group in _groups(context)
             for param in group.params
         }
-        known_inputs = [known.get(id(tensor), (None, None)) for tensor in inputs]
+        known_inputs = [context_of.get(id(tensor), (None, None)) for tensor in inputs]
         self._params: list[ShardedParam | None] = [param for param, _ in known_inputs]
         # In the order in which they are given, as reductions are to be on all ranks.
         self._contexts = [*dict.fromkeys(context for _, context in known_inputs if context is not None)]

@@ -27,8 +27,8 @@ class GradSums:
         """Ask to be told of each gradient of the unsharded parameters that there are now."""
         for param in self._params:
             whole = param.unsharded
-            known = self._watched.get(param)
-            if whole is not None and whole.requires_grad and (known is None or known[0] is not whole):
+            watched = self._watched.get(param)
+            if whole is not None and whole.requires_grad and (watched is None or watched[0] is not whole):
                 handle = whole.register_post_accumulate_grad_hook(lambda _, param=param: param.keep_grad(self._dtype))
                 self._watched[param] = (whole, handle)
 

@@ -42,18 +42,18 @@ def take_up(group: ParamGroup, others: Sequence[ForeignTensor]) -> bool:
     return True
 
 
-def _whole(group: ParamGroup, param: ShardedParam, given: torch.Tensor) -> torch.Tensor:
+def _whole(group: ParamGroup, param: ShardedParam, tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(group, ExtensionGroup) or param.unsharded_spec is not None:
         _refuse(param, "it is gathered in a way of its own", "Leave it out of the values")
-    if not isinstance(given, DTensor):
-        if tuple(given.shape) != param.shape:
-            _refuse(param, f"it has shape {tuple(given.shape)}", f"Give a whole of shape {param.shape}, or a DTensor")
-        return given.to(group.device, group.compute_dtype)
-    if given.shape != param.spec.shape or given.device_mesh != param.spec.mesh:
+    if not isinstance(tensor, DTensor):
+        if tuple(tensor.shape) != param.shape:
+            _refuse(param, f"it has shape {tuple(tensor.shape)}", f"Give a whole of shape {param.shape}, or a DTensor")
+        return tensor.to(group.device, group.compute_dtype)
+    if tensor.shape != param.spec.shape or tensor.device_mesh != param.spec.mesh:
         lies = f"a DTensor of shape {tuple(param.spec.shape)} on {param.spec.mesh.layout}"
-        _refuse(param, f"it has shape {tuple(given.shape)} on {given.device_mesh.layout}", f"Give {lies}")
+        _refuse(param, f"it has shape {tuple(tensor.shape)} on {tensor.device_mesh.layout}", f"Give {lies}")
     num_axes = param.spec.mesh.ndim
-    whole = given.redistribute(placements=[Replicate()] * num_axes)
+    whole = tensor.redistribute(placements=[Replicate()] * num_axes)
     local: torch.Tensor = whole.to_local(grad_placements=[Partial("avg")] * num_axes)
     local = local.to(group.device, group.compute_dtype)
     if group.divide_factor is not None and local.requires_grad:

@@ -53,9 +53,9 @@ class Forwards:
     def __deepcopy__(self, _: object) -> Forwards:
         return Forwards()
 
-    def note(self, given: Sequence[Any], taken: Sequence[Any]) -> None:
+    def note(self, arguments: Sequence[Any], taken: Sequence[Any]) -> None:
         """One begins, with `taken`, made of `given`: arguments, and those by name."""
-        (args, kwargs), (own_args, own_kwargs) = given, taken
+        (args, kwargs), (own_args, own_kwargs) = arguments, taken
         changes = [*remade(args, own_args)]
         for name, value in own_kwargs.items() if kwargs is not own_kwargs else ():
             changes += remade(kwargs[name], value)
@@ -71,12 +71,12 @@ class Forwards:
         self._under_way.clear()
 
 
-def remade(given: Any, made: Any) -> Iterator[Remade]:
+def remade(original: Any, made: Any) -> Iterator[Remade]:
     """Each container in the nest `given` that another one stands for in `made`."""
-    if given is made:
+    if original is made:
         return
-    given_values, made_values = items_of(given), items_of(made)
+    given_values, made_values = items_of(original), items_of(made)
     for key, value in given_values.items():
         yield from remade(value, made_values[key])
-    if given_values and not isinstance(given, tuple):
-        yield Remade(given, made, given_values, made_values)
+    if given_values and not isinstance(original, tuple):
+        yield Remade(original, made, given_values, made_values)

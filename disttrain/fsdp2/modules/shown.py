@@ -76,8 +76,10 @@ class _Swaps:
             for parameters, name, parameter in zip(self.parameters, self.names, new, strict=True):
                 parameters[name] = parameter
             return True
-        for parameters, name, there, was, parameter in zip(self.parameters, self.names, current, old, new, strict=True):
-            if there is was:
+        for parameters, name, present, was, parameter in zip(
+            self.parameters, self.names, current, old, new, strict=True
+        ):
+            if present is was:
                 parameters[name] = parameter
         return False
 

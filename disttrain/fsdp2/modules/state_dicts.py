@@ -32,9 +32,9 @@ class _Shards:
             group.lay_out()
 
     def after(self, *_: object) -> None:
-        for group, lent in self._is_shown_later:
+        for group, values in self._is_shown_later:
             group.show()
-            group.shown.lend_again(lent)
+            group.shown.lend_again(values)
         self._is_shown_later = []
 
 

@@ -61,7 +61,7 @@ def check_parameters(state: ShardState) -> None:
     """Raise ShardingError where the modules of `state` have parameters that they had not when they were sharded, or
     have them no longer."""
     # In the order of modules: all ranks name the same one.
-    there = {
+    registered = {
         (child, name): None
         for module in state.modules
         for child in unmanaged_modules(module)
@@ -69,12 +69,12 @@ def check_parameters(state: ShardState) -> None:
     }
     for param in (param for group in state.groups for param in group.params):
         for owner in param.owners:
-            if (owner.module, owner.name) not in there:
+            if (owner.module, owner.name) not in registered:
                 _refuse(
                     state, f"parameter {param.fqn} is there no longer, or has been moved to another part of the model"
                 )
-            there.pop((owner.module, owner.name), None)
-    for child, name in (added for added in there if added not in state.left_alone):
+            registered.pop((owner.module, owner.name), None)
+    for child, name in (added for added in registered if added not in state.left_alone):
         paths = (path for module in state.modules for path, submodule in module.named_modules() if submodule is child)
         path = ".".join(part for part in (next(paths, ""), name) if part)
         _refuse(state, f"it has a new parameter {path}, which each rank would train by itself")

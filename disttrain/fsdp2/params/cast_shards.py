@@ -55,11 +55,11 @@ class CastCopies:
 
     def end(self, written: Iterable[torch.Tensor]) -> None:
         """The step has written these parameters, and their copies."""
-        known = set(written)
+        written_params = set(written)
         for group, values in self._begun:
             flat = group.flat_to_cast
             parts: list[Any] = [param.sharded for param in group.params]
-            if flat is not None and all(part in known or not part._local_tensor.numel() for part in parts):
+            if flat is not None and all(part in written_params or not part._local_tensor.numel() for part in parts):
                 group.cast_shards = CastShards(values, flat, _versions(group, flat))
         self._begun = []
 

@@ -133,8 +133,8 @@ class ExtensionGroup(ParamGroup):
         """Counts what each rank sends, as far as its methods say without values; they see a shard without memory."""
         with torch.no_grad():
             shards = (torch.empty_like(local_part(param.sharded), device="meta") for param in self.params)
-            given = [self._give_of(param, shard) for param, shard in zip(self.params, shards, strict=True)]
-        return sum(as_bytes(tensor).numel() for parts in given for tensor in parts.inputs)
+            inputs = [self._give_of(param, shard) for param, shard in zip(self.params, shards, strict=True)]
+        return sum(as_bytes(tensor).numel() for parts in inputs for tensor in parts.inputs)
 
     def _give(self, param: ShardedParam) -> _Given:
         local = local_part(param.sharded)
@@ -225,9 +225,9 @@ class _GatheredParts(UnshardedParams):
         param = shard.param
         whole, inner = shard.make(outputs, shard.metadata, self.dtype)
         # Inner tensors may be the outputs themselves.
-        known = {storage.data_ptr() for storage, _ in self._memory}
+        addresses = {storage.data_ptr() for storage, _ in self._memory}
         for storage in (tensor.untyped_storage() for tensor in inner):
-            if storage.data_ptr() not in known:
+            if storage.data_ptr() not in addresses:
                 self._memory.append((storage, storage.nbytes()))
         if tuple(whole.shape) != param.shape:
             whole = whole.as_strided(param.shape, contiguous_strides(param.shape), 0)

@@ -45,12 +45,14 @@ def costs_of(sharding: Sharding, device: torch.device) -> Costs:
 def _agreed(sharding: Sharding, costs: Costs, device: torch.device) -> Costs:
     """The worst of each. Groups along one axis measure each for itself, and those along the other would then wait for
     ranks that plan otherwise: copies are averaged as they are gathered, set by set."""
-    known = [(0.0, 0.0) if cost is None else (cost.latency_s, 1 / cost.bytes_per_s) for cost in costs]
+    rates = [(0.0, 0.0) if cost is None else (cost.latency_s, 1 / cost.bytes_per_s) for cost in costs]
     with torch.inference_mode(False), torch.no_grad():
-        told = torch.tensor(known, dtype=torch.float64).to(device)
+        message = torch.tensor(rates, dtype=torch.float64).to(device)
         for group in (sharding.replicate_group, sharding.shard_group):
-            all_reduce(told, ReduceOp.MAX, group=group)
-    shard, replica = (TransferCost(measured[0], 1 / measured[1]) if measured[1] else None for measured in told.tolist())
+            all_reduce(message, ReduceOp.MAX, group=group)
+    shard, replica = (
+        TransferCost(measured[0], 1 / measured[1]) if measured[1] else None for measured in message.tolist()
+    )
     return shard, replica
 
 
@@ -96,6 +98,6 @@ def _gathering_s(num_bytes: int, group: ProcessGroup, device: torch.device) -> f
 
 def _told(seconds: float, group: ProcessGroup, device: torch.device) -> float:
     """Returns the measurement of the group's first rank: it decides, since plans must be alike on all."""
-    told = torch.tensor(seconds, dtype=torch.float64).to(device)
-    broadcast(told, group=group, group_src=0)
-    return told.item()
+    message = torch.tensor(seconds, dtype=torch.float64).to(device)
+    broadcast(message, group=group, group_src=0)
+    return message.item()

@@ -55,14 +55,14 @@ def plan_transfers(states: Sequence[ShardState], cost_of: CostOf, in_buckets: Co
     for run in _runs(states, cost_of, in_buckets):
         start = 0
         shard_cost, replica_cost = cost_of(run[0].groups[0].sharding)
-        asked = run[0].transfers.together
+        set_size = run[0].transfers.together
         cost = replica_cost if shard_cost is None else shard_cost
-        for size in plan_together([_whole_bytes(state) for state in run], asked, cost):
+        for size in plan_together([_whole_bytes(state) for state in run], set_size, cost):
             members = tuple(run[start : start + size])
             start += size
             for sharding, groups in _by_sharding(members).items():
                 if len(groups) > 1:
-                    gathers = cost_of(sharding)[0] is not None or size > 1 < (asked or 0)
+                    gathers = cost_of(sharding)[0] is not None or size > 1 < (set_size or 0)
                     plan.sets.append(SetPlan(members, groups, gathers))
                     if gathers:
                         plan.in_place.update({group: (False,) * len(group.params) for group in groups})

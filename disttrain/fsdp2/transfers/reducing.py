@@ -113,7 +113,7 @@ def _unreduced(parts: Sequence[_Part]) -> torch.Tensor | None:
         for part in parts
         for param, numel in zip(part.params, part.plan.split_sizes, strict=True)
     ]
-    given = next((left for left, _ in left_over if left is not None), None)
-    if given is None:
+    example = next((unreduced for unreduced, _ in left_over if unreduced is not None), None)
+    if example is None:
         return None
-    return torch.cat([given.new_zeros(numel) if left is None else left for left, numel in left_over])
+    return torch.cat([example.new_zeros(numel) if unreduced is None else unreduced for unreduced, numel in left_over])

@@ -58,17 +58,17 @@ class _Unbuffered(Player):
     def _reach(self, end: Action) -> bool:
         """True once the message is through: both ranks have reached it, and so all before it, as sends wait."""
         rank, peer = self.link_of(end)
-        here, there = self._reached[rank, peer], self._reached[peer, rank]
+        own_list, peer_list = self._reached[rank, peer], self._reached[peer, rank]
         if end not in self._number:
-            self._number[end] = len(here)
-            here.append(end)
-            if len(here) <= len(there):
-                for each in (end, there[len(here) - 1]):
+            self._number[end] = len(own_list)
+            own_list.append(end)
+            if len(own_list) <= len(peer_list):
+                for each in (end, peer_list[len(own_list) - 1]):
                     if each.op in RECEIVES:
                         self.times_of(each)[each.microbatch] = 0
                 self.wake(peer)
                 self.wake(rank)
-        return self._number[end] < len(there)
+        return self._number[end] < len(peer_list)
 
     def cause(self, action: Action) -> str:
         """The reason why a rank does not go on from `action`."""

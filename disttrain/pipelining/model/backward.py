@@ -54,7 +54,7 @@ class Backward:
     def keep(self, parameters: Grads, compute: Callable[[], Grads]) -> bool:
         """A layer leaves its weights' gradients here, while `backward_input` runs."""
         if not self._is_split or any(
-            given is parameter for given in self._inputs for parameter in parameters if parameter is not None
+            tensor is parameter for tensor in self._inputs for parameter in parameters if parameter is not None
         ):
             return False
         self._kept.append((parameters, compute))
@@ -78,13 +78,13 @@ class Backward:
     ) -> tuple[torch.Tensor | None, ...]:
         """Everything at once, parameters included. Arguments and result as of `backward_input`."""
         roots, root_grads = _roots(outputs, grads)
-        wanted = [given for given in inputs if _wants_grad(given)]
+        wanted = [tensor for tensor in inputs if _wants_grad(tensor)]
         if roots:
             run_backward(roots, root_grads)
-        grads_of = {id(given): given.grad for given in wanted}
-        for given in wanted:
-            given.grad = None
-        return tuple(grads_of.get(id(given)) for given in inputs)
+        grads_of = {id(tensor): tensor.grad for tensor in wanted}
+        for tensor in wanted:
+            tensor.grad = None
+        return tuple(grads_of.get(id(tensor)) for tensor in inputs)
 
     def backward_input(
         self, outputs: Sequence[Any], grads: Sequence[torch.Tensor | None] | None, inputs: Sequence[Any]
@@ -98,7 +98,7 @@ class Backward:
         Returns: one for each input, None where there is none. `outputs` hold no activations any more.
         """
         roots, root_grads = _roots(outputs, grads)
-        wanted = [given for given in inputs if _wants_grad(given)]
+        wanted = [tensor for tensor in inputs if _wants_grad(tensor)]
         leaves = _leaves(roots, wanted)
         if not wanted and not leaves:
             return (None,) * len(inputs)
@@ -110,8 +110,8 @@ class Backward:
         finally:
             self._is_split, self._inputs = False, ()
         self._keep_found(leaves, all_grads[len(wanted) :])
-        of_inputs = {id(given): grad for given, grad in zip(wanted, all_grads, strict=False)}
-        return tuple(of_inputs.get(id(given)) for given in inputs)
+        of_inputs = {id(tensor): grad for tensor, grad in zip(wanted, all_grads, strict=False)}
+        return tuple(of_inputs.get(id(tensor)) for tensor in inputs)
 
     def _keep_found(self, leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
         """Keeps gradients of weights that had to be computed with those of the inputs until the rest is asked for."""
@@ -122,12 +122,12 @@ class Backward:
 
     def backward_weight(self) -> None:
         """Compute the weights' gradients that were kept; all parameters receive theirs, and their hooks are called."""
-        kept, self._kept = self._kept, []
+        waiting, self._kept = self._kept, []
         roots = []
         with torch.enable_grad():
             # The engine begins with what was made last.
-            while kept:
-                parameters, compute = kept.pop()
+            while waiting:
+                parameters, compute = waiting.pop()
                 roots.append(_Later.apply(compute, *parameters))  # type: ignore[no-untyped-call]
         if roots:
             run_backward(roots, roots)
@@ -174,7 +174,7 @@ def _wants_grad(value: Any) -> bool:
 
 def _leaves(roots: Sequence[Root], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """All that gets a gradient from the roots and comes from nothing itself, other than the inputs."""
-    given = set(map(id, inputs))
+    input_ids = set(map(id, inputs))
     edges = [root if isinstance(root, GradientEdge) else edge_of(root) for root in roots]
     # While `seen` holds them, torch gives the same Python objects for the same nodes.
     waiting: list[Any] = list(dict.fromkeys(edge.node for edge in edges if edge is not None))
@@ -187,6 +187,6 @@ def _leaves(roots: Sequence[Root], inputs: Sequence[torch.Tensor]) -> list[torch
             if child not in seen:
                 seen.add(child)
                 waiting.append(child)
-        if not further and node.name() == _LEAF and id(node.variable) not in given:
+        if not further and node.name() == _LEAF and id(node.variable) not in input_ids:
             leaves.append(node.variable)
     return leaves

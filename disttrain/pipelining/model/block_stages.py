@@ -81,15 +81,15 @@ class StandIn(nn.Module):
 
 def _stage(model: nn.Module, parts: Parts, block_range: range, *, is_first: bool, is_last: bool) -> nn.Module:
     own_blocks = [parts.blocks[index] for index in block_range]
-    kept = {*own_blocks, *(parts.before if is_first else ()), *(parts.after if is_last else ())}
-    others = [module for module in (*parts.before, *parts.blocks, *parts.after) if module not in kept]
+    stage_modules = {*own_blocks, *(parts.before if is_first else ()), *(parts.after if is_last else ())}
+    others = [module for module in (*parts.before, *parts.blocks, *parts.after) if module not in stage_modules]
     memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
-    memo |= {id(module): module for module in kept}
+    memo |= {id(module): module for module in stage_modules}
     memo |= {id(module): StandIn(module) for module in others}
     stage = copy.deepcopy(model, memo)
     for index, name in enumerate(parts.names):
         # A block that stands in several places may be this stage's in some of them.
-        if index not in block_range and parts.blocks[index] in kept:
+        if index not in block_range and parts.blocks[index] in stage_modules:
             container, _, key = name.rpartition(".")
             stage.get_submodule(container).add_module(key, StandIn(parts.blocks[index]))
     takes_embeddings = "inputs_embeds" in inspect.signature(model.forward).parameters

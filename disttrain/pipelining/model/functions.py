@@ -176,10 +176,10 @@ class _LayerNorm(torch.autograd.Function):
         x, weight, bias, mean, inverse_std = ctx.saved_tensors
         needs_x, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
         shape = ctx.shape
-        known = (x, shape, mean, inverse_std)
+        saved = (x, shape, mean, inverse_std)
         x_grad = None
         if needs_x:
-            x_grad = _aten.native_layer_norm_backward(grad, *known, weight, bias, [True, False, False])[0]
+            x_grad = _aten.native_layer_norm_backward(grad, *saved, weight, bias, [True, False, False])[0]
 
         # Their values play no part; their memory may be gone by then.
         like_weight = weight.new_empty(weight.shape)
@@ -187,7 +187,7 @@ class _LayerNorm(torch.autograd.Function):
 
         def weight_grads() -> Grads:
             mask = [False, needs_weight, needs_bias]
-            grads = _aten.native_layer_norm_backward(grad, *known, like_weight, like_bias, mask)
+            grads = _aten.native_layer_norm_backward(grad, *saved, like_weight, like_bias, mask)
             return grads[1] if needs_weight else None, grads[2] if needs_bias else None
 
         return x_grad, None, *_now_or_later(ctx, (needs_weight, needs_bias), weight_grads), None

@@ -24,18 +24,18 @@ def cut_graph(
     num_stages = max(stage_of.values(), default=0) + 1
     (output,) = traced.graph.find_nodes(op="output")
     results = output.args[0]
-    given: list[dict[fx.Node, None]] = [{} for _ in range(num_stages)]
+    inputs_of: list[dict[fx.Node, None]] = [{} for _ in range(num_stages)]
     for node, stage in [*stage_of.items(), (output, num_stages - 1)]:
         for used in node.all_input_nodes:
             if used.op != "get_attr" and stage_of[used] < stage:
-                given[stage][used] = None
+                inputs_of[stage][used] = None
     handed_on = [
-        [node for node in traced.graph.nodes if stage_of.get(node) == stage and any(node in g for g in given)]
+        [node for node in traced.graph.nodes if stage_of.get(node) == stage and any(node in g for g in inputs_of)]
         for stage in range(num_stages)
     ]
     _check_sent([node for nodes in handed_on for node in nodes])
     inputs = tuple(
-        tuple(sorted((stage_of[node], handed_on[stage_of[node]].index(node)) for node in nodes)) for nodes in given
+        tuple(sorted((stage_of[node], handed_on[stage_of[node]].index(node)) for node in nodes)) for nodes in inputs_of
     )
     names = _Names(traced, model)
     stages = []

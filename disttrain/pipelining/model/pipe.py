@@ -82,8 +82,8 @@ class Pipe:
         outputs: list[Any] = []
         output = None
         for index, stage in enumerate(self.model.stages):
-            given = [outputs[source][which] for source, which in self.inputs[index]]
-            output = stage(*given) if index else stage(*args, **kwargs)
+            inputs = [outputs[source][which] for source, which in self.inputs[index]]
+            output = stage(*inputs) if index else stage(*args, **kwargs)
             outputs.append((output,) if isinstance(output, torch.Tensor) else output)
         return output
 
@@ -148,7 +148,12 @@ def pipeline(
         stage.register_forward_pre_hook(no_keywords, with_kwargs=True)
     stages[-1].register_forward_hook(nested_outputs)
     tied = find_tied(stages)
-    skips = [(source, target) for target, given in enumerate(inputs) for source, _ in given if target > source + 1]
+    skips = [
+        (source, target)
+        for target, stage_inputs in enumerate(inputs)
+        for source, _ in stage_inputs
+        if target > source + 1
+    ]
     return Pipe(SplitModel(stages, wired(skips, tied), tied, (None, *inputs[1:])), inputs)
 
 

@@ -33,12 +33,14 @@ def summary(timeline: Timeline) -> str:
     """Name, counts, makespan, bubble, what is kept at most."""
     schedule = timeline.schedule
     per_rank = max(map(len, schedule.placement.stages))
-    held = max(peak.held for peak in timeline.peaks)
-    kept = f" · at most {plural(held, 'stage forward' if per_rank > 1 else 'forward')} kept" if held else ""
+    num_kept = max(peak.held for peak in timeline.peaks)
+    kept_text = (
+        f" · at most {plural(num_kept, 'stage forward' if per_rank > 1 else 'forward')} kept" if num_kept else ""
+    )
     return (
         f"{schedule.name} · {plural(schedule.num_ranks, 'rank')} x {plural(per_rank, 'stage')} · "
         f"{plural(schedule.num_microbatches, 'microbatch')} · makespan {timeline.makespan_s:g} · "
-        f"bubble {timeline.bubble:.1%}{kept}"
+        f"bubble {timeline.bubble:.1%}{kept_text}"
     )
 
 

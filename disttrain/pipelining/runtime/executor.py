@@ -129,15 +129,15 @@ class Executor:
         self.reset()
 
     def _program_of(self, schedule: Schedule) -> _Program:
-        known = self._programs.get(schedule.has_backward)
-        if known is None or known.schedule is not schedule:
+        program = self._programs.get(schedule.has_backward)
+        if program is None or program.schedule is not schedule:
             actions = schedule.ranks[self._rank]
             overlaps = any(action.op is Op.OVERLAP for action in actions)
             do = dict.fromkeys(self._do, self._on_stream) | {Op.OVERLAP: self._overlap} if overlaps else self._do
             steps: list[_Step] = [(do[action.op], action, label_of(action)) for action in actions]
-            known = _Program(schedule, steps, self._routes.givers(schedule), self._routes.takers(schedule), overlaps)
-            self._programs[schedule.has_backward] = known
-        return known
+            program = _Program(schedule, steps, self._routes.givers(schedule), self._routes.takers(schedule), overlaps)
+            self._programs[schedule.has_backward] = program
+        return program
 
     def reset(self) -> None:
         """Let go of what the last pass had under way."""
@@ -158,13 +158,13 @@ class Executor:
         assert microbatch is not None
         module, now = self._stages[stage], self._now
         backward = Backward(now.casts, fuses_sums=self._fuses_now)
-        args, given = self._inputs(stage, microbatch)
+        args, inputs = self._inputs(stage, microbatch)
         with backward.forward():
             output = module.submod(*args, **now.batch.kwargs[microbatch])
         del args
         if module.output_form is not None:
             _check_example(module.output_form, f"what stage {stage} returns", output, "output_args")
-        flight = InFlight(backward, given)
+        flight = InFlight(backward, inputs)
         if module.is_last:
             loss = now.losses.take(microbatch, output)
             if loss is not None:
@@ -177,7 +177,7 @@ class Executor:
     def _inputs(self, stage: int, microbatch: int) -> tuple[tuple[Any, ...], list[Given]]:
         """The arguments of a forward; and the tensors among them that come from other stages."""
         module = self._stages[stage]
-        given: list[Given] = []
+        inputs: list[Given] = []
         if module.is_first:
             args = self._now.batch.args[microbatch]
         else:
@@ -189,15 +189,15 @@ class Executor:
                     Given(giver.stage, which, form.tensors[which], tensor)
                     for which, tensor in zip(numbers, tensors, strict=True)
                 ]
-                given += received_values
+                inputs += received_values
                 if giver.numbers is None:
                     args = as_arguments(form.build(tensors))
             if module.inputs is not None:
-                by_source = {(value.source, value.which): value.tensor for value in given}
+                by_source = {(value.source, value.which): value.tensor for value in inputs}
                 args = tuple(by_source[pair] for pair in module.inputs)
         if module.input_form is not None:
             _check_example(module.input_form, f"what stage {stage} is given", args, "input_args")
-        return args, given
+        return args, inputs
 
     def _take(self, giver: Hop, stage: int, microbatch: int) -> tuple[Form, list[torch.Tensor]]:
         """Returns the output of another stage, as leaves."""
@@ -206,15 +206,15 @@ class Executor:
             form, tensors, made = self._now.handed.pop(message)
             assert form is not None
             self._streams.follow(stage, made, tensors)
-            kept = _kept(form, giver.numbers)
+            wanted = _kept(form, giver.numbers)
             return form, [
                 tensor.detach().requires_grad_(metadata.wants_grad)
-                for metadata, tensor in zip(kept, tensors, strict=True)
+                for metadata, tensor in zip(wanted, tensors, strict=True)
             ]
         form = self._forms.hear(*message)
         parts, find_mesh = self._arrived(message), self._stages[stage].find_mesh
-        kept = _kept(form, giver.numbers)
-        return form, [received(metadata, part, find_mesh) for metadata, part in zip(kept, parts, strict=True)]
+        wanted = _kept(form, giver.numbers)
+        return form, [received(metadata, part, find_mesh) for metadata, part in zip(wanted, parts, strict=True)]
 
     def _hand_on(self, stage: int, microbatch: int, output: Any, flight: InFlight) -> None:
         """To all stages that take something of it."""

@@ -48,12 +48,12 @@ class Forms:
         Raises: ShapeError when it is not what the first microbatch was; ScheduleError for what cannot travel.
         """
         message = source, target, microbatch * self._is_dynamic
-        told = self._told.get(message)
-        if told is None:
+        form_told = self._told.get(message)
+        if form_told is None:
             self._told[message] = form
             self._store.set(self._key(message), pack_form(form))
-        elif told is not form:
-            told.check(f"what stage {source} returns for microbatch {microbatch}", form)
+        elif form_told is not form:
+            form_told.check(f"what stage {source} returns for microbatch {microbatch}", form)
 
     def told(self, source: int, target: int, microbatch: int) -> Form:
         """Returns what `source` has told of its messages to `target`."""

@@ -67,7 +67,7 @@ class Losses:
 
     def root_grad(self, loss: torch.Tensor) -> torch.Tensor:
         """Returns the gradient that a backward from this loss begins with: one tensor for all losses that are alike."""
-        known = self._root_grad
-        if known is None or type(loss) is not torch.Tensor or known.shape != loss.shape or known.dtype != loss.dtype:
-            known = self._root_grad = torch.full_like(loss, self._scale)
-        return known
+        grad = self._root_grad
+        if grad is None or type(loss) is not torch.Tensor or grad.shape != loss.shape or grad.dtype != loss.dtype:
+            grad = self._root_grad = torch.full_like(loss, self._scale)
+        return grad

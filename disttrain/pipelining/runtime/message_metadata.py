@@ -131,10 +131,10 @@ class Form:
         return unflatten(leaves, self.structure)
 
 
-def form_of(value: Any, known: Form | None = None) -> tuple[Form, list[torch.Tensor]]:
+def form_of(value: Any, expected: Form | None = None) -> tuple[Form, list[torch.Tensor]]:
     """The form of a value, `known` itself where that is it, and the value's tensors."""
-    if known is not None and known.is_of(value):
-        return known, [value]
+    if expected is not None and expected.is_of(value):
+        return expected, [value]
     if type(value) is torch.Tensor:
         # What nearly all stages return.
         return Form(_ONE, (TensorForm(tuple(value.shape), value.dtype, value.requires_grad),)), [value]

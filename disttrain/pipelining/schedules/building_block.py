@@ -31,8 +31,8 @@ def repeat_block(name: str, num_microbatches: int, blocks: Sequence[Offsets], mo
 
 def overlay(stages: tuple[int, ...], block: Offsets, num_microbatches: int) -> list[Action]:
     """A rank's F and I when a block begins every `PERIOD`."""
-    there, back = stages
-    kinds = (Op.FORWARD, there), (Op.FORWARD, back), (Op.BACKWARD_INPUT, back), (Op.BACKWARD_INPUT, there)
+    down, up = stages
+    kinds = (Op.FORWARD, down), (Op.FORWARD, up), (Op.BACKWARD_INPUT, up), (Op.BACKWARD_INPUT, down)
     planned = sorted(
         (offset + PERIOD * microbatch, Action(op, stage, microbatch))
         for offset, (op, stage) in zip(block, kinds, strict=True)

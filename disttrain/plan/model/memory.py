@@ -70,7 +70,7 @@ def resting_bytes(job: Job, choice: Choice) -> int:
 
 def _plain(job: Job, choice: Choice) -> list[Memory]:
     """Without a pipeline: what `fully_shard` holds in each stretch of a step, and what blocks keep then."""
-    kept, (stages,) = kept_of(job, choice), parts_of_ranks(job, choice)
+    kept_bytes, (stages,) = kept_of(job, choice), parts_of_ranks(job, choice)
     resting = _resting(job, choice, stages)
 
     def memory(stretch: Peak) -> Memory:
@@ -78,9 +78,9 @@ def _plain(job: Job, choice: Choice) -> list[Memory]:
         return Memory(
             **resting,
             **_coming_of(job, choice, stages, stretch),
-            activations=stretch.num_kept * kept.block + kept.head * is_loss,
-            loss=kept.loss * is_loss,
-            temporaries=kept.inside * stretch.is_backward,
+            activations=stretch.num_kept * kept_bytes.block + kept_bytes.head * is_loss,
+            loss=kept_bytes.loss * is_loss,
+            temporaries=kept_bytes.inside * stretch.is_backward,
             messages=0,
             when=stretch.when,
         )
@@ -92,13 +92,13 @@ def _pipeline(job: Job, choice: Choice) -> Iterator[Memory]:
     """With one: a rank's stages are unsharded from its first computation to its last, with the sums of their gradients.
     In the end all reductions are under way at once."""
     assert choice.schedule is not None
-    kept, sharding = kept_of(job, choice), Sharding.of(job, choice)
+    kept_bytes, sharding = kept_of(job, choice), Sharding.of(job, choice)
     fewer = fewer_microbatches(choice.schedule, choice.mesh.pp, choice.num_microbatches)
     num_blocks = tuple(stage.num_blocks for stage in parts_of(job, choice))
     moments = profiles(choice.schedule, choice.mesh.pp, fewer, num_blocks)
     seen = set()
     for rank, stages in enumerate(parts_of_ranks(job, choice)):
-        fullest = max(moments[rank], key=lambda moment: sum(_coming_and_going(kept, moment)))
+        fullest = max(moments[rank], key=lambda moment: sum(_coming_and_going(kept_bytes, moment)))
         if (stages, fullest) in seen:
             continue
         seen.add((stages, fullest))
@@ -106,14 +106,14 @@ def _pipeline(job: Job, choice: Choice) -> Iterator[Memory]:
             if stretch.when not in (STEADY, REDUCTIONS):
                 continue
             is_steady = stretch.when == STEADY
-            activations, loss, temporaries = _coming_and_going(kept, fullest) if is_steady else (0, 0, 0)
+            activations, loss, temporaries = _coming_and_going(kept_bytes, fullest) if is_steady else (0, 0, 0)
             yield Memory(
                 **_resting(job, choice, stages),
                 **_coming_of(job, choice, stages, stretch),
                 activations=activations,
                 loss=loss,
                 temporaries=temporaries,
-                messages=2 * kept.message * len(stages),
+                messages=2 * kept_bytes.message * len(stages),
                 when=f"{LOSS if is_steady and fullest[2] else stretch.when} of pipeline rank {rank}",
             )
 
@@ -143,11 +143,11 @@ def _coming_of(job: Job, choice: Choice, stages: Sequence[StageParts], stretch: 
 _Moment = tuple[int, int, int]
 
 
-def _coming_and_going(kept: Kept, moment: _Moment) -> tuple[int, int, int]:
+def _coming_and_going(kept_bytes: Kept, moment: _Moment) -> tuple[int, int, int]:
     """Activations, what the loss takes, and temporaries."""
     live, pending, has_loss = moment
-    activations = live * kept.block + pending * kept.pending + has_loss * kept.head
-    return activations, has_loss * kept.loss, (1 - has_loss) * kept.inside
+    activations = live * kept_bytes.block + pending * kept_bytes.pending + has_loss * kept_bytes.head
+    return activations, has_loss * kept_bytes.loss, (1 - has_loss) * kept_bytes.inside
 
 
 @cache

@@ -169,12 +169,12 @@ def _from_table(table: Mapping[str, Any], where: str) -> LlamaSizes:
         raise SettingError(_OPERATION, problem, "Take a model without experts.")
     sizes: dict[str, Any] = {}
     for field, spellings in _SPELLINGS.items():
-        known = [name for name in spellings if table.get(name) is not None]
+        spelled = [name for name in spellings if table.get(name) is not None]
         # One name can stand for two things: in a table with `dim`, `hidden_size` is no width of the residual stream.
-        if field == "ffn_size" and "dim" not in table and known[:1] == ["hidden_size"]:
-            known = []
-        if known:
-            sizes[field] = table[known[0]]
+        if field == "ffn_size" and "dim" not in table and spelled[:1] == ["hidden_size"]:
+            spelled = []
+        if spelled:
+            sizes[field] = table[spelled[0]]
     if "num_kv_heads" not in sizes and "num_heads" in sizes:
         sizes["num_kv_heads"] = sizes["num_heads"]
     missing = [name for name in ("dim", "num_layers", "num_heads", "ffn_size", "vocab_size") if name not in sizes]

@@ -108,16 +108,16 @@ def read_hardware(name_or_path: str) -> Hardware:
     """One of `HARDWARE`, or a JSON file as `--measure` writes it. Raises: SettingError when it is neither."""
     if name_or_path.lower() in HARDWARE:
         return HARDWARE[name_or_path.lower()]
-    known = ", ".join(HARDWARE)
+    names = ", ".join(HARDWARE)
     if not name_or_path.endswith(".json"):
         close = difflib.get_close_matches(name_or_path.lower(), HARDWARE, 1)
         hint = f"Did you mean {close[0]}? " if close else ""
         problem = f"There is no hardware {name_or_path!r}."
-        raise SettingError(_OPERATION, problem, f"{hint}There are {known}, or a JSON file that --measure has written.")
+        raise SettingError(_OPERATION, problem, f"{hint}There are {names}, or a JSON file that --measure has written.")
     try:
         return Hardware(**json.loads(Path(name_or_path).read_text(encoding="utf-8")))
     except OSError as error:
-        raise SettingError(_OPERATION, f"{name_or_path}: {error.strerror}.", f"Or give one of {known}.") from None
+        raise SettingError(_OPERATION, f"{name_or_path}: {error.strerror}.", f"Or give one of {names}.") from None
     except (ValueError, TypeError) as error:
         if isinstance(error, SettingError):
             raise
