@@ -1,8 +1,8 @@
-"""Saves on whatever fsspec reaches: S3, Google Cloud Storage, HDFS, memory.
+"""Saves on storage that fsspec reaches: S3, Google Cloud Storage, HDFS, memory.
 
-Such places have no rename and no locks. A save is written under its temporary name, then copied to its final one where
-it lies, the manifest last: a folder is there from the moment that it has its manifest, and the manifest is one object,
-which is there as a whole or not at all. What dies before leaves objects that nothing reads.
+Such storage has no rename and no locks. A save is written under its temporary name, and the service copies it to the
+final one, the manifest last. A folder counts as a save once it has its manifest, and the manifest is one object, which
+is there as a whole or not at all. A save that dies before leaves objects that nothing reads.
 """
 
 from __future__ import annotations

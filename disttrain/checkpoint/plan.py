@@ -1,7 +1,8 @@
-"""Plans: who writes which part of which tensor, and which part of which file goes where. Pure.
+"""Plans of saves and loads: which rank writes which part of which tensor, and which part of which file goes where.
+Pure.
 
-A save's plan is a function of what all ranks hold, so that each rank can make it for itself. A load's plan is a
-function of one rank's wishes and the manifest.
+A save's plan is a function of what all ranks hold, so that each rank can make it by itself. A load's plan is a function
+of the boxes that one rank needs, and the manifest.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The flight recorder: what each rank called last, and, from all ranks' dumps, why a job hangs.
+"""The flight recorder: each rank's last calls, and, from all ranks' dumps, the cause of a hang.
 
-In the job, `enable` records; the rest, like the command `disttrain-flight`, reads dumps and does without torch: each
-name below is fetched from its module when it is first used.
+In the job, `enable` records. The rest, like the command `disttrain-flight`, reads dumps without torch: each name below
+is imported from its module when it is first used.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The rendezvous store: keys and values that the processes of a job share, before there is any other transport.
 
 `TCPStore` talks to a server process (`spawn_server`, or a TCPStore with `is_master=True`), `FileStore` shares a file,
-`HashStore` lives in one process, `PrefixStore` gives each user of a store names of its own. All satisfy `Store`.
+`HashStore` is within one process, and `PrefixStore` puts a prefix before each user's keys. All satisfy `Store`.
 
-Nothing here loads torch. Each name below is fetched from its module when it is first used, so that the server's own
+Nothing here loads torch. Each name below is imported from its module when it is first used, so that the server's own
 process, which imports this package too, starts fast.
 """
 

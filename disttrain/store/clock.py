@@ -1,7 +1,6 @@
-"""Measures the offset of this rank's clock from rank 0's, by question and answer through the store: the best of
-several.
+"""Measures the offset of this rank's clock from rank 0's, by requests through the store: the best of several.
 
-As in Cristian's algorithm (1989): an answer that took the time d was given d/2 ago, give or take d/2.
+As in Cristian's algorithm (1989): a reply that took the time d was sent d/2 ago, give or take d/2.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """A store in a shared file: no server, no ports; for processes that share a file system.
 
-State machine replication: the file is a log of requests, and each process applies them all, in the file's order, to a
-`StoreState` of its own. All come to the same keys and values, and each finds the answers to its own requests on the
-way. What only reads is asked of the own copy and not written. Others' writes are noticed by looking at the file's
-size at growing intervals, 20 ms at most: file systems give no events that work everywhere.
+State machine replication: the file is a log of requests, and each process applies them all, in the file's order, to its
+own `StoreState`. All get the same keys and values, and each finds the replies to its own requests on the way. Requests
+that only read use the local state and are not written. Others' writes are found by checking the file's size at growing
+intervals, 20 ms at most: file systems have no events that work everywhere.
 
 A process that is killed while it is in a barrier, or waits at a queue, stays counted there, unlike with a server that
-sees it go.
+notices its end.
 """
 
 from __future__ import annotations

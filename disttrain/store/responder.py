@@ -1,8 +1,8 @@
-"""Questions and notices to all members of a job, through the store: each has a thread that waits for them.
+"""Questions and notices to all members of a job, through the store; each member has a thread that waits for them.
 
-They stand on a board, a key to which lines are appended and which all threads watch; so none is missed, whoever asks at
-the same time, and whoever joins late reads the earlier ones. An answer is a key of its own. Between lines the threads
-sleep in the store.
+They are lines that are appended to a key, which all threads watch. So none is missed when several ask at the same time,
+and a member that joins late reads the earlier ones. An answer is a key of its own. Between lines the threads wait in
+the store.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The store's server process: `python -m disttrain.store.server`, started by `spawn_server`.
 
-Its configuration, token included, comes as one frame on stdin; what became of it goes as one line to stdout. When
-stdin ends, its parent has let go of it or is dead, and it ends too. Only the standard library's light half is imported
-here: the time from `spawn_server` to the first answer is part of every job's start.
+Its configuration, token included, comes as one frame on stdin; the result of the start goes as one line to stdout. When
+stdin ends, its parent has closed it or is dead, and the server ends too. Only the standard library's light half is
+imported here: the time from `spawn_server` to the first reply is part of every job's start.
 """
 
 from __future__ import annotations

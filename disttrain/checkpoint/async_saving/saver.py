@@ -1,7 +1,8 @@
-"""Saving while training goes on: the values are staged at once; a process of its own writes them, and meets the others.
+"""Saves while training goes on: values are staged at once, and a separate process writes them and agrees with the
+others.
 
-In steady state a save takes one request to the store and no waiting: the plan of the last save holds as long as this
-rank's state has the same names, shapes and placements. That all ranks went by the same plan, the writers see to.
+In steady state a save takes one request to the store and no waiting: the plan of the last save is valid as long as this
+rank's state has the same names, shapes and placements. The writers check that all ranks used the same plan.
 """
 
 from __future__ import annotations

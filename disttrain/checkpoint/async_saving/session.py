@@ -1,7 +1,8 @@
-"""A row of asynchronous saves by the same writers: who decides what at the store, and what becomes of each save.
+"""A sequence of asynchronous saves by the same writers: decisions at the store, and the results of each save.
 
-Ranks don't wait for each other when they save. Where they could come to different conclusions (is a writer busy, has a
-save failed?), the first rank that comes to a call writes its own down, and all go by that.
+Ranks don't wait for each other when they save. Some questions could have different answers on different ranks (is a
+writer busy, has a save failed?). There the first rank that comes to a call writes its answer down, and all others use
+it.
 """
 
 from __future__ import annotations

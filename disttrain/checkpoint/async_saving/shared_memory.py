@@ -1,6 +1,6 @@
-"""Memory that a training process and its writer share: a file without a name, which is gone when both have let go.
+"""Memory that a training process and its writer share: a file without a name, which is freed when both have closed it.
 
-On GPUs' hosts it is pinned, so that copies to it run beside everything else. Source: memfd_create(2).
+On hosts with GPUs it is pinned, so that copies to it run in the background. Source: memfd_create(2).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Staging: the values of a state at one moment, copied to where training cannot change them.
+"""Staging: copies the values of a state at one moment to memory that training does not change.
 
-From GPUs a stream of its own copies, after what the current stream has been given and beside what comes next. Who
-writes the tensors next must wait for it, on the GPU and not on the host: optimizers that are named wait in their next
-step; what they don't own is copied first, and the current stream waits for that at once.
+GPUs copy on a side stream, after the work that was queued before and concurrently with the work that follows. Whoever
+writes the tensors next must wait for the copies, on the GPU and not on the host. The optimizers that were named wait in
+their next step; tensors that they don't own are copied first, and the current stream waits for these at once.
 """
 
 from __future__ import annotations

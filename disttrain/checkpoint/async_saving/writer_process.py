@@ -1,7 +1,8 @@
 """The process that writes a rank's saves while training goes on, run by `python -m`.
 
-It has the data in memory that it shares with its training process, meets the other ranks' writers at the store, and
-loads no torch. When its training process ends, it finishes what it has been given, as far as the others do.
+It reads the data from memory that it shares with its training process, agrees with the other ranks' writers through the
+store, and loads no torch. When its training process ends, it finishes the saves that it was given, if the other writers
+do.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""torch's `planner=`: of what it can say, what a load may leave alone is the only thing that there is to say here.
+"""torch's `planner=`. The only option with an effect here is which names a load may leave alone.
 
 Source: torch/distributed/checkpoint/default_planner.py.
 """

@@ -1,7 +1,7 @@
-"""torch's `async_stager=` and `async_checkpointer_type=`, which an asynchronous save of ours takes and has no use for.
+"""torch's `async_stager=` and `async_checkpointer_type=`, which `async_save` accepts without needing them.
 
-Values are always staged into memory that is shared with the process that writes, pinned where there are GPUs, and kept
-for the next save. Source: torch/distributed/checkpoint/staging.py and state_dict_saver.py.
+Values are always staged into memory that is shared with the writer process, pinned where there are GPUs, and kept for
+the next save. Source: torch/distributed/checkpoint/staging.py and state_dict_saver.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Writing other formats, from a save of any format: in parts that ranks share, committed by one rename.
+"""Writes other formats from a save of any format: in parts that ranks share, committed by one rename.
 
-A state that lies in a process is saved in our own format first, beside its place, and exported from there: so every
-mesh, pipeline and placement is written by the one way that is proven, and no rank holds more than a part at a time.
+A state in memory is first saved in our own format beside the target, and exported from there. So every mesh, pipeline
+and placement is written by the one tested way, and no rank holds more than a part at a time.
 """
 
 from __future__ import annotations

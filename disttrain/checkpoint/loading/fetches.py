@@ -1,6 +1,6 @@
-"""Fetches: which bytes of which files bring what is wanted, in requests that are worth making. Pure.
+"""Fetches: plans the requests for the bytes that a load needs. Pure.
 
-Blocks are what has checksums, so whole blocks are read, each once; what lies side by side in a file comes together.
+Checksums are of blocks, so whole blocks are read, each once; blocks that are adjacent in a file are read together.
 """
 
 from __future__ import annotations

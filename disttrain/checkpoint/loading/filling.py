@@ -1,6 +1,6 @@
 """Fills a rank's tensors from a save, as they are sharded, and returns its values.
 
-What several ranks want alike, one of them reads for all, where they have a process group for it.
+If several ranks need the same bytes and have a process group for it, one of them reads for all.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Reading: the blocks that hold what is wanted, each verified, and nothing else; several fetches at a time.
+"""Reads the blocks that a load needs, verifies each, and reads nothing else; several fetches at a time.
 
-Each thread reads into memory of its own that the disk can write to, verifies it while it is in the processor's cache,
-and copies it to the tensors, while other threads wait for the disk.
+Each thread reads into its own memory, which the disk can write to directly. It verifies a block while that is in the
+processor's cache, and copies it to the tensors, while other threads wait for the disk.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Plans which rank reads for which: bytes that several ranks want alike are read by one of them. Pure.
+"""Plans which rank reads for which: bytes that several ranks need are read by one of them. Pure.
 
-The plan is a function of what all ranks want, so that each can make it for itself, as for a save.
+The plan is a function of what all ranks need, so that each can make it by itself, as for a save.
 """
 
 from __future__ import annotations

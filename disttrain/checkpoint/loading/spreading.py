@@ -1,7 +1,7 @@
-"""Reading for each other: a rank reads and verifies its share of what several want, and broadcasts it to them.
+"""Reads for other ranks: a rank reads and verifies its share of the common bytes, and broadcasts it to the others.
 
-A message is what was fetched and one byte that says whether that went well. A rank that has failed goes on to take part
-in all exchanges, so that nobody waits for it; who decides about the load hears of its error at the next meeting.
+A message is the fetched bytes and one byte that says whether the fetch succeeded. A rank that has failed still takes
+part in all exchanges, so that nobody waits for it; the others hear of its error at the next agreement.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Files between nodes: who knows the secret may put a file into a node's memory, and read one from there.
+"""Files between nodes: a peer that knows the secret may put a file into a node's memory, and read one from there.
 
-Each side proves to the other that it knows the secret, by challenge and answer as at the store (`store.auth`), before
-anything else is said. Whoever may read the job's store finds address and secret there, and nobody else. The bytes go in
-the clear, like those of collectives. A reader's requests may follow each other on one connection.
+Both sides first prove that they know the secret, by challenge and answer as at the store (`store/protocol/auth.py`).
+Only processes that may read the job's store find address and secret there. The bytes are not encrypted, like those of
+collectives. A reader may send several requests on one connection.
 
     server: nonce                             client: nonce, proof          server: proof
     client: [PUT, save, file, bytes], data                                  server: [""] or [problem]

@@ -1,7 +1,7 @@
-"""Saves kept in the memory of nodes: files in a folder under /dev/shm, which outlive the processes that wrote them.
+"""Saves in the memory of nodes: files in a folder under /dev/shm, which outlive the processes that wrote them.
 
-No process has to stay for them. The launcher makes the folder and removes it when the job ends, however it ends; a
-node that is lost takes its own along. Torch-free.
+No process has to stay for them. The launcher creates the folder and removes it when the job ends, in whatever way. A
+node that is lost loses its own files. Torch-free.
 """
 
 from __future__ import annotations

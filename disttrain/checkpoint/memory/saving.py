@@ -1,6 +1,6 @@
-"""A writer's part of keeping a save in memory: its file on its own node, a copy of it on the next one.
+"""A writer's part of keeping a save in memory: its file on its own node, and a copy on the next one.
 
-What cannot be kept is told, and fails no save: the disk is there for that. Torch-free.
+A copy that cannot be kept is reported, and fails no save, since the disk has it. Torch-free.
 """
 
 from __future__ import annotations

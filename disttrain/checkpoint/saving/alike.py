@@ -1,7 +1,7 @@
-"""Values that are to be alike on all ranks: who has which, and one error where they are not. Torch-free.
+"""Compares values that must be equal on all ranks, and raises one error where they are not. Torch-free.
 
-Whether they are alike is seen from digests of their packed forms. Only where these differ are values described, since
-packed forms may differ where values do not: a dict's order, the bits of a NaN, 1 and 1.0.
+Digests of their packed forms are compared first. Only if these differ are the values themselves described and compared,
+since equal values may have different packed forms: a dict's order, the bits of a NaN, 1 and 1.0.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Commits a save: a temporary folder, a manifest of what all ranks have written, one rename. Torch-free.
 
-Until the rename there is only a folder `NAME.tmp-<save id>`; whatever dies before leaves that, and the saves before.
+Until the rename there is only a folder `NAME.tmp-<save id>`. A save that dies before leaves that folder, and older
+saves are unchanged.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Says of plain tensors that all ranks are taken to have alike where they differ: a save keeps one rank's. Torch-free.
+"""Finds plain tensors that should be equal on all ranks and are not: a save keeps one rank's. Torch-free.
 
-They are not refused: what norms average over each rank's own batches differs in every sound job that has such norms.
+They only warn: running averages of norms over each rank's own batches differ in every correct job with such norms.
 """
 
 from __future__ import annotations

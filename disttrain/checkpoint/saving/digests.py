@@ -1,7 +1,7 @@
-"""Digests of tensors that all ranks are taken to have alike, to be compared: each is read once, and nothing is copied.
+"""Digests of tensors that should be equal on all ranks, for comparing: each is read once, and nothing is copied.
 
-On CPUs a digest is a hash of the bytes. On GPUs it is a weighted sum of the bytes as integers, found by launches that
-nobody waits for until it is read.
+On CPUs a digest is a hash of the bytes. On GPUs it is a weighted sum of the bytes as integers, computed by kernels that
+nobody waits for until the digest is read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""An optimizer's state dict in one dict: `state.NAME.exp_avg`, `param_groups.NAME.lr`. Pure.
+"""An optimizer's state dict as one flat dict: `state.NAME.exp_avg`, `param_groups.NAME.lr`. Pure.
 
-Flat ones of different parts of a model (pipeline stages) have no key in common, so they are one state when they are
-saved; lists of groups would be in each other's way.
+Flat dicts of different parts of a model (pipeline stages) have no key in common, so they can be saved as one state;
+lists of groups would collide.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Writing one file fast: direct I/O by several threads, from the caller's memory where that is aligned like the file.
+"""Writes one file fast: direct I/O by several threads, from the caller's memory where that is aligned like the file.
 
 The page cache costs a copy of all bytes, and makes them wait for the disk at the end; direct writes keep the disk busy
-from the first piece on. A write that makes a file longer locks out all others to it (ext4, XFS), so room is reserved
-before. Pieces that are not aligned in memory, or not in one place there, are copied first, by the thread that writes.
-A file's last piece is written through the cache if it is small, and all where the file system has nothing else.
+from the first piece on. A write that extends a file locks out all other writes to it (ext4, XFS), so room is reserved
+before. Pieces that are not aligned or not contiguous in memory are first copied by the thread that writes. A file's
+last piece is written through the cache if it is small, and so are all pieces where the file system has no direct I/O.
 Sources: open(2), on O_DIRECT; fallocate(2).
 """
 

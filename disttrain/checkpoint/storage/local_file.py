@@ -1,9 +1,9 @@
-"""Reading a local file: large requests past the page cache, where the caller's memory is aligned like the file.
+"""Reads a local file: large requests past the page cache, where the caller's memory is aligned like the file.
 
-Through the cache, reading costs a copy, and one thread leaves the disk idle half of the time. Source: open(2), on
-O_DIRECT. torch aligns memory by 64 bytes and disks want 512 or more, so who reads tensors brings `aligned_memory`. Its
-pages are large where that can be had (madvise(2)): a disk's request has so many pieces of memory at most, and of small
-pages, which lie anywhere, it takes several times as many requests.
+Through the cache, a read costs a copy, and one thread leaves the disk idle half of the time. Source: open(2), on
+O_DIRECT. torch aligns memory by 64 bytes and disks need 512 or more, so readers of tensors pass `aligned_memory`. It
+uses large pages where there are any (madvise(2)): a disk's request has a limited number of pieces of memory, so
+scattered small pages take several times as many requests.
 """
 
 from __future__ import annotations

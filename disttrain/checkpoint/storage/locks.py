@@ -1,8 +1,8 @@
 """Locks on files that end with the process that took them, however it ends. Torch-free.
 
-A lock has its name only once it is held, so whoever finds it free knows that its owner is dead. It belongs to the open
-file, which a fork shares: forks close theirs, else one that outlives its parent would keep it. To look at a lock is to
-share it for a moment, so that nobody who looks is taken for an owner. Source: flock(2).
+A lock gets its name only once it is held, so a lock that is found free belongs to a dead owner. A lock belongs to the
+open file, which a fork shares. So forks close theirs; otherwise a child that outlives its parent would keep the lock.
+Looking at a lock takes a shared lock for a moment, so that nobody who looks is taken for an owner. Source: flock(2).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Files that several threads read: each is opened by who needs it and closed after its last fetch.
+"""Files that several threads read: each is opened by the first that needs it, and closed after its last fetch.
 
-Of those that nobody reads at the moment a few stay open, else a save of many files would take all descriptors.
+A few files that no thread reads at the moment stay open; if all did, a save of many files would take all descriptors.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Puts a save in the place of the one before: in one step, or so that one of the two is always found. Torch-free.
 
-Where two folders can change places, they do. Elsewhere the old save leaves under the name `NAME.was-ID`, whole, and
-what dies before the new one has its name leaves it there: a load of NAME then finds the old one (`folders.standing`),
-and the next save puts it back. What is at NAME and no save stays as it is, and the save is refused.
+Where two folders can be exchanged in one step, they are. Elsewhere the old save is renamed to `NAME.was-ID`, complete.
+If the new save dies before it has its name, the old one stays there: a load of NAME finds it (`folders.standing`), and
+the next save puts it back. If something other than a save is at NAME, it is unchanged, and the save is refused.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Judges aligned dumps: lists verdicts, the most probable cause first. Pure and torch-free.
 
-What is certain comes before what is likely: calls that contradict each other, ranks that wait in a circle, ranks that
+Certain causes come before probable ones: calls that contradict each other, ranks that wait in a circle, ranks that
 others wait for, and only then what may be missing from the dumps.
 """
 

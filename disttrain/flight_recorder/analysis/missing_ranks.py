@@ -1,7 +1,7 @@
 """Finds the cause of a rank's absence from its dump, its ring and its threads' stacks. Torch-free.
 
-What is certain is asked first: an exception, an end, connections that broke. A process that is stopped and one that is
-out of reach leave the same.
+Certain signs are checked first: an exception, an end, broken connections. A process that is stopped and one that is out
+of reach leave the same signs.
 """
 
 from __future__ import annotations

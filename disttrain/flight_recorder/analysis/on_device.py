@@ -1,7 +1,7 @@
-"""Waits on GPUs whose dumps have no marks: the host has left a collective as soon as it was queued.
+"""Finds waits on GPUs in dumps without marks, where the host has left each collective as soon as it was queued.
 
-A device takes what it is given in order, and leaves no collective before the devices of all members have come to it. So
-the last calls of all ranks are played against each other: where that gets stuck, devices are stuck. Pure, torch-free.
+A device runs its queue in order, and leaves no collective before the devices of all members have come to it. So the
+last calls of all ranks are simulated together: where the simulation gets stuck, devices are stuck. Pure, torch-free.
 """
 
 from __future__ import annotations

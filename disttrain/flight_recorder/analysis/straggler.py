@@ -1,8 +1,8 @@
-"""A job that moves, but waits for one rank. Pure and torch-free.
+"""Finds the rank that others wait for in a job that moves. Pure and torch-free.
 
-All ranks take the same time, and divide it between waiting and what they do between their waits. Who does that for
-longer than any other is the one that all wait for, in collectives and in pipelines, where ranks wait for messages also
-when none is late. Each rank's own clock tells its part; clocks are never compared. On GPUs it is the devices' time.
+In the same time, each rank waits and works between its waits. The rank that works longer than any other is the one that
+all wait for, in collectives and in pipelines, where ranks wait for messages also when none is late. Each rank's own
+clock measures its part; clocks are never compared. On GPUs the devices' times are used.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Operations that all have entered alike and that do not end: who came too late, whose device has not begun, or the
-network. Pure and torch-free."""
+"""Judges operations that all have entered alike and that do not end: a rank that came too late, a device that has not
+begun, or the network. Pure and torch-free."""
 
 from __future__ import annotations
 

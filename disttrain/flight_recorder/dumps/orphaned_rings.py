@@ -1,9 +1,8 @@
-"""Rings lie in the machine's own memory or on its own disk, dumps where people look. What cannot speak for itself is
-copied from there to here. Torch-free.
+"""Copies the rings of processes that cannot dump to the dumps. Torch-free.
 
-While a job runs, a link stands for each ring among the dumps. When it hangs, or fails, the rings of processes that are
-gone, stopped or silent are copied beside it, with what the system says of them; at its end the launcher copies all that
-are left.
+Rings are in the machine's own memory or on its own disk, dumps in the job's folder. While a job runs, that folder has a
+link to each ring. When the job hangs or fails, the rings of processes that are gone, stopped or silent are copied
+beside the links, with their state as the system tells it. At the end the launcher copies all that are left.
 """
 
 from __future__ import annotations

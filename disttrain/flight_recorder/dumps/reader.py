@@ -1,7 +1,7 @@
-"""Reads dumps: whole ones fast, cut or damaged ones as far as they go, of this and of earlier versions.
+"""Reads dumps: complete ones fast, cut or damaged ones as far as possible, of this and of earlier versions.
 
-What can be wrong with a file is looked at here and nowhere else: a value that comes out has the types that it says.
-Readers skip arrays of a kind that they don't know. Torch-free.
+All checks of a file are here: a value that this module returns has the types that it declares. Readers skip arrays of
+an unknown kind. Torch-free.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A ring file as a dump: what a process left that was killed, or the ring of one that lives, at this moment.
+"""Decodes a ring file as a dump: of a process that was killed, or of a live one at this moment.
 
-Whatever the bytes, a dump or a FlightDumpError comes out. Torch-free.
+Whatever the bytes, the result is a dump or a FlightDumpError. Torch-free.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""torch's own flight recorder dumps (`nccl_trace_rank_7`, pickled or as JSON, format version 2) as dumps of ours.
+"""Converts torch's own flight recorder dumps (`nccl_trace_rank_7`, pickled or as JSON, format version 2).
 
-What they don't say: roots, what a rank does outside its collectives, when the dump was made (the file's time stands for
-that). Messages are numbered per pair, so those of a rank whose ring has lost its beginning cannot be put beside their
-other ends, and are left out. Fields: torch/csrc/distributed/c10d/FlightRecorder.hpp. Torch-free.
+They lack roots, what a rank does outside its collectives, and the time of the dump (the file's time is used). Messages
+are numbered per pair, so those of a rank whose ring has lost its first records cannot be matched with their other ends,
+and are left out. Fields: torch/csrc/distributed/c10d/FlightRecorder.hpp. Torch-free.
 """
 
 from __future__ import annotations

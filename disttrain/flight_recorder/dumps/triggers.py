@@ -1,7 +1,7 @@
 """Writes a rank's dump on SIGUSR2, on an exception that ends the process, and at the end of its world.
 
-A rank that hangs sits in a transport's C++ code, where Python runs no signal handlers. So the signal goes the way of
-`faulthandler`, whose handler is C: it writes into a pipe, and a thread that reads from it makes the dump.
+A rank that hangs is in a transport's C++ code, where Python runs no signal handlers. So the signal is handled as by
+`faulthandler`, in C: the handler writes into a pipe, and a thread that reads from it makes the dump.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""A running job, from the rings of its ranks: what each called last, for how long it is in it, and for whom it waits.
+"""Shows a running job from the rings of its ranks: each rank's last call, for how long it is in it, and for whom it
+waits.
 
-The ranks take no part: their rings are files. Ranks that are alike are one row. Torch-free.
+The ranks take no part: their rings are files. Ranks in the same state are one row. Torch-free.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""While a job trains: how much of each step is communication, by group, and which rank the others wait for.
+"""Summarizes training steps while a job runs: the share of communication, by group, and the rank that others wait for.
 
-`step` goes through what the ring has got since the last one. All else is done by a thread: each rank tells rank 0
-through the store, so that no rank waits for another, and no collective is added to those that are counted.
+`step` reads the ring's records since the last step. A thread does the rest: each rank sends its numbers to rank 0
+through the store, so no rank waits for another, and no collective is added to those that are counted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Communication times of training steps, as values: one rank's window of steps, and those of all ranks put together.
 
-Who comes last to a collective waits least in it, so in each group a rank is late by as much as it waited less than who
-waited longest. Clocks are never compared. Torch-free.
+The rank that comes last to a collective waits least in it. So in each group a rank's lateness is the time by which it
+waited less than the one that waited longest. Clocks are never compared. Torch-free.
 """
 
 from __future__ import annotations

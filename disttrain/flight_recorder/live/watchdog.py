@@ -1,9 +1,9 @@
-"""Looks, while the job runs, whether this rank waits for too long; then every rank dumps, while the job still hangs.
+"""Detects that this rank waits for too long; then every rank dumps, while the job still hangs.
 
 A rank waits when none of its calls begins or ends while one of its threads is inside a collective; or when its main
-thread stays in one call into C, such as a synchronization, while its GPU has not come to the end of what was queued.
-Where a thread holds the interpreter's lock for ever, no thread of Python can look: then `faulthandler`'s own, which is
-C and needs no lock, writes all stacks to a file beside the ring, where the sign of life is missing.
+thread stays in one call into C, such as a synchronization, while its GPU has queued work. If a thread holds the
+interpreter's lock for ever, no Python thread can check. Then `faulthandler`'s thread, which is C and needs no lock,
+writes all stacks to a file beside the ring, since the sign of life is missing there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The innermost frames of a stack, as code objects and offsets: what tells one stack from another, and costs least.
+"""The innermost frames of a stack, as code objects and offsets: the cheapest key that distinguishes stacks.
 
-It runs at every call of every layer, so eight frames are looked at one by one: in a loop, with lists that grow, they
-take half as long again. Frames themselves are never kept, since they hold the locals of their functions.
+It runs at every call of every layer, so eight frames are unrolled: a loop with growing lists takes half as long again.
+Frames themselves are never kept, since they hold the locals of their functions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Describes the numbers in a ring's slots: groups, channels, labels, stacks and call sites, each once.
 
-Looked up without a lock, and learnt under one. As long as a record needs it, what is described stays in the ring; where
-there is too much, the rest is forgotten, and learnt anew when it is called again.
+Look-ups take no lock; new descriptions are added under one. A description stays in the ring as long as a record needs
+it. If there are too many, the others are dropped, and described again when they are called again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Marks on a GPU's streams at each operation: how far the device has come, whatever the host knows of it.
+"""Marks on a GPU's streams at each operation, which show how far the device has come.
 
-A mark is an event of CUDA's. To set it waits for nothing, and only who dumps looks at it. They are set on the streams
-that call an operation and wait for it, not on the transport's own: these come to the first when all that was queued
-before is done, and to the last when they go on. CUDA runtime API, "Event Management".
+A mark is a CUDA event. Recording one waits for nothing, and events are queried only for a dump. They are recorded on
+the streams that call an operation and wait for it, not on the transport's own. The device comes to the first when all
+work that was queued before is done, and to the second when the waiting stream goes on. CUDA runtime API, "Event
+Management".
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A GPU's driver, asked so that nobody waits for it.
+"""Queries a GPU's driver from a thread, so that nobody waits for it.
 
-A thread that waits in the driver, as one does that makes a communicator, or loads a kernel, behind a kernel that does
-not end, keeps others out of most of it; and who calls it by torch waits with the interpreter's lock held, so that
-nothing of the process goes on. Here it is called by ctypes, which gives that lock away, in a thread that may be left
-behind. CUDA runtime API, "Event Management" and "Stream Management".
+A thread may block in the driver behind a kernel that does not end, such as one that creates a communicator or loads a
+kernel. It locks other threads out of most of the driver. A thread that calls the driver through torch then waits with
+the interpreter's lock held, and the whole process stops. Here the driver is called by ctypes, which releases that lock,
+in a thread that may be abandoned. CUDA runtime API, "Event Management" and "Stream Management".
 """
 
 from __future__ import annotations

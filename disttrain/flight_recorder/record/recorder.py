@@ -1,7 +1,7 @@
 """The recorder: keeps the last operations of this process in a ring.
 
-It runs at every call of every layer, so the hot path takes no lock, makes no text and holds no tensor: what a call asks
-for and where it comes from is looked up, and the ring gets a few numbers. Only what is new is described.
+It runs at every call of every layer, so the hot path takes no lock, makes no text and holds no tensor. It looks up the
+key of a call's arguments and callers, and writes a few numbers into the ring. Only new keys are described.
 """
 
 from __future__ import annotations

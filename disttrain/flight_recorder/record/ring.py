@@ -1,10 +1,10 @@
 """The ring: this process's last records in a mapped file, which outlives it however it ends; or in memory alone.
 
-Records are numbers in slots of fixed size, written in place. What they refer to (groups, call sites, stacks, labels) is
-described by an entry once, when it is first seen. Torch-free.
+Records are numbers in slots of fixed size, written in place. An entry describes each group, call site, stack and label
+once, when it first appears. Torch-free.
 
-Memory is bounded: slots and counters take 145 KiB with 2000 records, entries MAX_ENTRIES_BYTES at most, or twice what
-the slots refer to, before those that no slot refers to are dropped.
+Memory is bounded: slots and counters take 145 KiB with 2000 records. Entries take MAX_ENTRIES_BYTES at most, or twice
+what the slots refer to, before those that no slot refers to are dropped.
 """
 
 from __future__ import annotations

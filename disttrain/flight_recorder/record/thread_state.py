@@ -1,7 +1,7 @@
 """The activity of this process's threads, as the system sees it: computing, or waiting, and for what. Torch-free.
 
-Python's stacks show a line; whether that line computes, sleeps or reads from a pipe that stays empty, the kernel knows
-(Linux: /proc/self/task). Where it does not say, nothing is said.
+Python's stacks show a line. The kernel knows whether that line computes, sleeps or reads from an empty pipe (Linux:
+/proc/self/task). If it does not say, nothing is recorded.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""One session with a server, shared by many threads, with no thread of its own.
+"""One session with a server, shared by many threads, without a thread of its own.
 
-Whoever waits for an answer reads for all: the first waiting thread leads, reads from the socket, hands the others
-their answers, and once it has its own passes the lead to one that still waits (leader/followers: Schmidt et al.,
-Pattern-Oriented Software Architecture 2, 2000). A lone thread pays for no switch to another one.
+The first thread that waits for a reply leads: it reads from the socket and hands the others their replies. Once it has
+its own it passes the lead to a thread that still waits (leader/followers: Schmidt et al., Pattern-Oriented Software
+Architecture 2, 2000). So a single thread never has to switch to another one.
 
-When the link breaks, the leader makes another one and repeats, under their old ids, all requests that have no answer.
+When the connection breaks, the leader makes another one and repeats, under their old ids, all requests without a reply.
 
-The invariant: while a thread is parked, either somebody leads or a parked thread has been woken to lead.
+The invariant: while a thread is parked, either some thread leads or a parked thread has been woken to lead.
 """
 
 from __future__ import annotations

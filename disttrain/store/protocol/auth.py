@@ -1,13 +1,13 @@
-"""The job's token: who does not know it gets nothing from the store, and learns nothing about it.
+"""The job's token: a peer that does not know it gets nothing from the store, and learns nothing about it.
 
-Challenge and answer with HMAC-SHA256 (RFC 2104). The server sends a fresh nonce; the client answers with its own nonce
-and a MAC over both; the server answers with another MAC over both. A role in each MAC keeps one side's answer from
-being reflected as the other's, the two nonces keep an answer from being used again on another connection.
+Challenge and response with HMAC-SHA256 (RFC 2104). The server sends a fresh nonce; the client answers with its own
+nonce and a MAC over both; the server answers with another MAC over both. A role in each MAC keeps one side's response
+from being reflected as the other's, and the two nonces keep a response from being used again on another connection.
 
 Over TLS the MACs cover the server's certificate as well (its SHA-256, in the spirit of RFC 5929, tls-server-end-point).
-So somebody between the two who has a certificate of the same authority, but not the token, cannot pass proofs on.
+So a man in the middle who has a certificate of the same authority, but not the token, cannot relay proofs.
 
-The token travels to worker processes as a file that only its owner can read, never in arguments or environment.
+Worker processes get the token in a file that only its owner can read, never in arguments or environment.
 """
 
 from __future__ import annotations

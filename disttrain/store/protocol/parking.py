@@ -1,7 +1,7 @@
-"""Requests that wait: where each of them stands, whose it is, and when its time is over.
+"""Requests that wait, by name, by connection and by deadline.
 
-A request is parked under one or more names of a table (keys, a barrier, a queue), with its connection, and in a heap
-of deadlines. The heap forgets requests that were answered later (lazy deletion).
+A request is parked under one or more names of a table (keys, a barrier, a queue), with its connection, and in a heap of
+deadlines. The heap forgets requests that were answered later (lazy deletion).
 """
 
 from __future__ import annotations

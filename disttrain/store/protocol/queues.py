@@ -1,7 +1,7 @@
-"""Queues: values that come out in the order in which they went in, each to one taker.
+"""Queues: values come out in the order in which they went in, each to one client.
 
-A value goes straight to the one who has waited longest. A push may name a capacity: it waits while the queue holds as
-many values. A queue is there as long as it holds a value or somebody waits at it.
+A value goes directly to the client that has waited longest. A push may name a capacity: it waits while the queue holds
+as many values. A queue exists as long as it holds a value or somebody waits at it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Remembers each client's last answers, in case that it did not hear them: so a request that is repeated is applied
-once.
+"""Keeps each client's last replies, in case they were lost, so that a repeated request is applied once.
 
-A client whose connection breaks comes back with its session's name and repeats what it got no answer to. Answers
-arrive in the order in which they were sent, so those that it missed are the last ones, at most one for each of its
-threads. What only reads is not remembered but done again; who still waits when the connection breaks has been told
-nothing and waits anew.
+A client whose connection breaks comes back with its session's name and repeats the requests without a reply. Replies
+arrive in the order in which they were sent, so the lost ones are the last ones, at most one for each of its threads.
+Requests that only read are not remembered but done again. A request that still waits when the connection breaks has had
+no reply, and is parked again.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The server's keys and values as a state machine: (connection, request) in, replies out. No sockets, clock, threads.
 
-Who calls passes the time in. A request that cannot be answered yet is parked, and answered once, by whichever comes
+The caller passes the time. A request that cannot be answered yet is parked, and answered once, by whichever comes
 first: the last missing key, a change, the barrier's last member, a value in the queue, or its deadline.
 """
 

@@ -1,9 +1,9 @@
-"""Frames: how the store's client and server talk. No sockets here.
+"""Frames of the store's client and server. No sockets here.
 
 A frame is a 4-byte big-endian length and a msgpack array. A request is `[request_id, op, *arguments]`, its reply
-`[request_id, status, value]`. Requests may be answered in any order; the id says which is which, so that of those that
-wait on a connection each has its own. A client that was cut off asks again, on its next connection, for what it got no
-answer to: under the same id, with `-op` in place of `op`.
+`[request_id, status, value]`. Requests may be answered in any order; the id tells which, so several threads can wait on
+a connection. A client that was cut off repeats, on its next connection, the requests without a reply: under the same
+id, with `-op` in place of `op`.
 
 msgpack: https://github.com/msgpack/msgpack/blob/master/spec.md. Application extension types are refused.
 """

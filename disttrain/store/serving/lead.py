@@ -1,7 +1,6 @@
-"""A server's duties as leader: it tells its standby what happens, holds answers, asks electors when the standby is
-gone.
+"""A server's duties as leader: it replicates to its standby, holds replies, and asks electors when the standby is gone.
 
-It stands between the hub, which says who comes, asks and goes, and the journal of the standby that there is at present.
+It is between the hub, which reports connections and requests, and the journal of the present standby.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Start the store's server in a process of its own, and let go of it.
+"""Starts the store's server in a process of its own, and ends it.
 
-The process holds nothing of ours but two pipes: one it is configured by and notices our end with, however we end; one
-it answers on. Its own session keeps the terminal's and the process group's signals away from it.
+The process shares only two pipes with ours. It reads its configuration from one, whose end tells it that we have ended,
+however that was; it answers on the other. Its own session keeps the terminal's and the process group's signals away
+from it.
 """
 
 from __future__ import annotations

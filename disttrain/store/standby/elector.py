@@ -1,6 +1,6 @@
-"""An elector's thread, one for each node of a job: it stays in touch with the store, and has a say when that is lost.
+"""An elector's thread, one for each node of a job: it stays connected to the store, and votes when that is lost.
 
-It knows sooner than other clients, who may wait for an answer as long as they were told to: when it finds that the
+It notices a loss sooner than other clients, which may wait for a reply until their timeout. When it finds that the
 standby has taken over, it moves its process' store there.
 """
 

@@ -1,9 +1,9 @@
 """A standby's side: it follows its leader over a link like any client's, in a thread, until the leader is gone.
 
-It may take over when the leader is proven dead, which is when its machine says that nobody listens at its address any
-more, and while its lease lasts (see `journal`): so the leader can have answered nobody alone. A leader that is merely
-silent may live behind a network that failed, and go on alone: then most electors must have lost it too (see
-`succession`), and else the standby begins anew as soon as it can.
+It may take over if the leader is proven dead (its machine says that nobody listens at its address any more) while its
+lease lasts (see `journal`), since the leader cannot have gone on alone then. A leader that is merely silent may be
+alive behind a network failure, and go on alone. Then most electors must have lost it too (see `succession`); otherwise
+the standby starts again as soon as it can.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""Replicates a server to its standby, and holds answers until the standby knows of them. No I/O: entries and actions
-in, actions out.
+"""Replicates a server to its standby, and holds replies until the standby knows of them. No I/O: actions in, actions
+out.
 
-A hub answers by what it was asked, in which order, and by nothing else. So a standby that is told all requests that
-change something, and when sessions begin and end, has the same keys, values, queues and sessions. A new one is first
-told what makes the present state of nothing, window by window, so that service goes on; then what has changed since.
-From then on every answer waits until the standby has acknowledged all that came before it: what anybody was told, the
-result of a read too, is known on both sides.
+The replies of a hub depend only on its requests and their order. So a standby that gets all requests that change
+something, and the begin and end of sessions, has the same keys, values, queues and sessions. A new standby first gets
+entries that make the present state from nothing, window by window, so that service goes on; then the changes since.
+From then on every reply waits until the standby has acknowledged everything before it, so that both sides know
+everything that any client was told, also the result of a read.
 
 The standby's lease: as long as an acknowledgement is younger than `patience_s`, the leader does not go on without it.
 So a standby whose last beat was answered within that time knows that the leader cannot have answered anybody alone.
 
 The leader's own lease: a standby that is elected waits until it has heard nothing for a while (see `follower`). For
-less than that, an acknowledged entry proves that the standby has not taken over; later the leader, which may have been
-frozen or cut off meanwhile, asks it before it answers anything.
+less than that, an acknowledged entry proves that the standby has not taken over. After that the leader, which may have
+been frozen or cut off meanwhile, asks it before it answers anything.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A store's state as its standby has it, by the entries that its leader tells, and those that make it of nothing.
+"""A standby's copy of a store's state, made by its leader's entries, from nothing on.
 
-The leader's connections have no place here: each session that is connected there counts as one connection. Time stands
-still; what is over is told.
+The leader's connections do not exist here: each session that is connected there counts as one connection. Time does not
+pass; the leader tells which deadlines are over.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Decides who may go on alone when a leader and its standby lose each other: never both. Pure: no clock, no I/O.
 
-Electors are clients with a say, one for each node of a job. In each term each of them sides at most once: with the
-leader, that it may go on without this standby, or with the standby, that it may take over from this leader. The leader
-needs half of them, the standby more than half: so not both can have enough. Apart from that, a standby whose lease
-lasts (see `journal`) may take over from a leader that is proven dead, and a leader without electors goes on alone when
-the lease is over.
+Electors are clients with a vote, one for each node of a job. In each term each elector votes at most once: for the
+leader, that it may go on without this standby, or for the standby, that it may take over from this leader. The leader
+needs half of the votes, the standby more than half, so not both can have enough. Besides, a standby whose lease lasts
+(see `journal`) may take over from a leader that is proven dead, and a leader without electors goes on alone when the
+lease is over.
 
-Both count the same electors: who they are is among the standby's entries. While a change of them is on its way, the
-leader needs half of the old ones and half of the new ones, since it cannot know which of them the standby counts (joint
-consensus: Ongaro, "Consensus: Bridging Theory and Practice", 2014, 4.3). Sides are taken back by a new term, which the
-leader tells the electors of when the standby has acknowledged it.
+Both count the same electors, which are among the standby's entries. While a change of electors is in flight, the leader
+needs half of the old ones and half of the new ones, since it cannot know which of them the standby counts (joint
+consensus: Ongaro, "Consensus: Bridging Theory and Practice", 2014, 4.3). A new term withdraws all votes; the leader
+announces it to the electors when the standby has acknowledged it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Names the files that TLS takes its certificates from. Nothing here reads them, or loads `ssl`: that is done where
-they serve.
+"""Names the files of TLS's certificates. Nothing here reads them or loads `ssl`; the modules that use TLS do.
 
-All of a job's processes trust one certificate authority, and nothing else: the machine's own list plays no part. A
-server shows a certificate; clients show theirs where the server asks for it.
+All of a job's processes trust one certificate authority, and nothing else: the machine's own list is not used. A server
+shows a certificate; clients show theirs if the server asks for it.
 """
 
 from __future__ import annotations

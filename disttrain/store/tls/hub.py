@@ -1,7 +1,7 @@
 """The server's TLS: a hub around the hub. Bytes of the wire in, actions with bytes of the wire out; no sockets.
 
-The shells, whatever their engine, see no difference; and the bounds of time and frames that hold for peers which have
-proved nothing are the inner hub's own. Added here is one for the bytes of TLS itself.
+The shells, with either engine, see no difference. The inner hub limits the time and the frames of peers that have
+proved nothing; this hub limits the bytes of TLS itself.
 
 This module loads `ssl`; import it only where there are certificates.
 """

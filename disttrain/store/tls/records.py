@@ -1,10 +1,10 @@
 """TLS 1.3 (RFC 8446) over bytes in memory, the same for server and client; no sockets here.
 
-OpenSSL works on two memory buffers, one for what came and one for what must go.
+OpenSSL works on two memory buffers, one for received bytes and one for bytes to send.
 
-What is checked: the other side's certificate comes from the job's authority, is in its time, and is for this use. What
-is not: names. Jobs meet at addresses that a scheduler gives them; instead, the proof of the token covers the server's
-certificate (see `auth`). Nobody says close_notify: frames have lengths, and a client that ends says LEAVE.
+Checked: the other side's certificate comes from the job's authority, is in its time, and is for this use. Not checked:
+names. Schedulers choose the addresses of jobs; instead, the proof of the token covers the server's certificate (see
+`auth`). Nobody sends close_notify: frames have lengths, and a client that ends sends LEAVE.
 
 This module loads `ssl`; import it only where there are certificates.
 """

@@ -1,7 +1,8 @@
-"""The client's TLS: what `channel` and `dial` use of a socket, for one thread that reads while another sends.
+"""The client's TLS: the methods of a socket that `channel` and `dial` use, for one thread that reads while another
+sends.
 
 `ssl.SSLSocket` does not allow that before Python 3.13. Here a lock is held for the cryptography alone, never while the
-kernel is asked to send or to receive, so neither holds up the other.
+kernel sends or receives, so neither thread delays the other.
 
 This module loads `ssl`; import it only where there are certificates.
 """
