@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import partial
 from pathlib import Path
 
-from disttrain import __version__, settings
+from disttrain import settings
 from disttrain.errors import DisttrainError, LaunchError, StoreAddressError
 from disttrain.store import (
     HashStore,
@@ -27,6 +27,7 @@ from disttrain.store import (
     write_token,
 )
 from disttrain.store.standby.elector import Elector
+from disttrain.version import __version__
 from disttrain_launch.output.event_log import EventLog
 from disttrain_launch.output.events import Record, cause_of
 from disttrain_launch.output.report import ending

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 import xxhash
 
-from disttrain import __version__
 from disttrain.checkpoint.format.manifest import FORMAT, VERSION
 from disttrain.checkpoint.plan import Outline, RankPlan, plan_save, with_one_way
 from disttrain.checkpoint.saving.alike import Group, described_values, refuse_differing
@@ -30,6 +29,7 @@ from disttrain.checkpoint.storage.claims import Claim
 from disttrain.errors import CheckpointError, ShapeError
 from disttrain.garbage import uncollected
 from disttrain.process_group.calls.packing import pack
+from disttrain.version import __version__
 
 
 def save_folder(

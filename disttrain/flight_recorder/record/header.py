@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from disttrain import __version__
 from disttrain.flight_recorder.dumps.words import DUMP_VERSION
 from disttrain.flight_recorder.record.process_state import start_of
 from disttrain.flight_recorder.record.symbols import LIBRARIES, PACKAGE
+from disttrain.version import __version__
 
 if TYPE_CHECKING:
     from disttrain.process_group import World

@@ -14,13 +14,14 @@ from datetime import timedelta
 from typing import TypeVar
 from urllib.parse import parse_qs, urlsplit
 
-from disttrain import __version__, settings
+from disttrain import settings
 from disttrain.errors import RendezvousError, StoreConnectionError, StoreTimeoutError
 from disttrain.process_group.joining import beside_torch
 from disttrain.settings import Setting
 from disttrain.store import FileStore, PrefixStore, Store, TCPStore, read_token
 from disttrain.store.base import checked_store
 from disttrain.store.protocol.wire import Address
+from disttrain.version import __version__
 
 T = TypeVar("T")
 _LEAST_S = 0.1

@@ -18,7 +18,6 @@ import weakref
 from pathlib import Path
 from typing import Final
 
-import disttrain
 from disttrain import errors
 from disttrain.errors import SettingError, StoreError
 from disttrain.settings import (
@@ -180,7 +179,7 @@ def spawn_server(
             stdin=server_stdin,
             stdout=server_stdout,
             # `-m` looks into the working directory first: so it finds the package that we were imported from.
-            cwd=Path(disttrain.__file__).parents[1],
+            cwd=Path(__file__).parents[3],
             start_new_session=True,
             pass_fds=() if listen_fd is None else (listen_fd,),
         )
