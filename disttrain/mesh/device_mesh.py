@@ -15,6 +15,7 @@ from disttrain.mesh._torch import GraphConstant, hold_in_graphs
 from disttrain.mesh.groups import given_groups
 from disttrain.mesh.layout import MeshLayout
 from disttrain.process_group import ProcessGroup, World, current_world, init_process_group, is_initialized
+from disttrain.process_group.world import world_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,7 +66,7 @@ class DeviceMesh(GraphConstant):
             raise MeshError("DeviceMesh.from_group", problem, "Give mesh and mesh_dim_names.", rank=rank)
         grid = torch.as_tensor(groups[0].ranks if mesh is None else mesh, dtype=torch.int64, device="cpu")
         names = None if mesh_dim_names is None else tuple(mesh_dim_names)
-        world, layout = groups[0].world, MeshLayout(tuple(grid.flatten().tolist()), tuple(grid.shape), names)
+        world, layout = world_of(groups[0]), MeshLayout(tuple(grid.flatten().tolist()), tuple(grid.shape), names)
         if layout.coordinate(world.rank) is None or [axis_group.ranks for axis_group in groups] != [
             layout.along(world.rank, [axis]).ranks for axis in range(len(layout.shape))
         ]:

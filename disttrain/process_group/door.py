@@ -79,7 +79,7 @@ def issue(
             return None
     except Exception as error:
         place = (operation, group, sequence, inputs, outputs, peer_rank)
-        raise _answer(error, call or Call(*place, (), world.action, world.module), record) from error
+        raise _answer(group, error, call or Call(*place, (), world.action, world.module), record) from error
     work = Work()
     work._started = started
     work._place = (operation, group, sequence, inputs, outputs, peer_rank)
@@ -126,7 +126,7 @@ def issue_message(
     try:
         work._started = run(tensor, peer_rank, tag)
     except Exception as error:
-        raise _answer(error, call or Call(*place, (), world.action, world.module), record) from error
+        raise _answer(group, error, call or Call(*place, (), world.action, world.module), record) from error
     work._place = place
     work._call = call
     work._recorder = recorder
@@ -152,9 +152,9 @@ def _check_memory(group: ProcessGroup, operation: str, tensors: Sequence[torch.T
             raise error
 
 
-def _answer(error: Exception, call: Call, record: Any) -> DisttrainError:
+def _answer(group: ProcessGroup, error: Exception, call: Call, record: Any) -> DisttrainError:
     """What `error` of a transport means, once whoever listens has been told."""
-    group, recorder = call.group, call.group.world.recorder
+    recorder = group.world.recorder
     if type(error) in REFUSALS and call.sequence:
         group.world.refusals.add(group, call.operation, error, call.operation, was_counted=True)
     answer = call.failure(error)

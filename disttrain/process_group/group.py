@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
@@ -17,13 +17,13 @@ from disttrain.process_group._c10d import TorchRegistration, Transport
 from disttrain.process_group.backends import Backend, GivableUp, Membership
 from disttrain.process_group.backends.c10d_backend import C10dBackend
 from disttrain.process_group.beside.torch_methods import add_torch_methods
+from disttrain.process_group.home import HomeWorld
+from disttrain.process_group.joining.asking import ask_to_connect
 from disttrain.process_group.joining.hosts import leaves_host
+from disttrain.process_group.watching.comparing import look_for_gone
 from disttrain.process_group.watching.observer import Call
+from disttrain.process_group.work import Work
 from disttrain.store import PrefixStore
-
-if TYPE_CHECKING:
-    from disttrain.process_group.work import Work
-    from disttrain.process_group.world import World
 
 DROPPED_S: Final = 5.0
 """How long groups that are destroyed wait for collectives whose handles nobody has, all of a world's together."""
@@ -45,7 +45,7 @@ class ProcessGroup:
 
     def __init__(
         self,
-        world: World,
+        world: HomeWorld,
         group_name: str,
         ranks: tuple[int, ...],
         backends: dict[str, type[Backend]],
@@ -377,10 +377,10 @@ class ProcessGroup:
         )
 
     def _ask_others(self, device_type: str) -> None:
-        self.world.connecting.ask(self, device_type)
+        ask_to_connect(self, device_type)
         if self._connecting:
             with suppress(StoreError):
-                self.world.comparing.look_for_gone(self, self.sequence + 1)
+                look_for_gone(self, self.sequence + 1)
 
     def _membership(self, device_type: str) -> Membership:
         return Membership(

@@ -14,9 +14,9 @@ from disttrain.errors import DisttrainError
 from disttrain.process_group.watching.observer import Call, Recorder
 
 if TYPE_CHECKING:
-    from disttrain.process_group.group import ProcessGroup
+    from disttrain.process_group.interfaces import GroupLike
 
-Place = tuple[str, "ProcessGroup", int, Sequence[torch.Tensor], Sequence[torch.Tensor], int | None]
+Place = tuple[str, "GroupLike", int, Sequence[torch.Tensor], Sequence[torch.Tensor], int | None]
 """What a Call is made of: operation, group, sequence, inputs, outputs, peer_rank."""
 
 

@@ -300,6 +300,12 @@ class World:
             )
 
 
+def world_of(group: ProcessGroup) -> World:
+    """The world that has made `group`, which itself needs to know less of it."""
+    assert isinstance(group.world, World)
+    return group.world
+
+
 def _content_name(ranks: tuple[int, ...]) -> str:
     """Ranks that make a group name it alike without talking to each other."""
     return hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:12]

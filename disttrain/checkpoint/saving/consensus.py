@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 from disttrain.checkpoint.saving.assembly import Assembly, Codec
 from disttrain.process_group import ProcessGroup, World, current_world, is_initialized
 from disttrain.process_group.calls.packing import pack, unpack
+from disttrain.process_group.watching.comparing import ask_members, members_left
 from disttrain.store import PrefixStore, Store
 
 Part = TypeVar("Part")
@@ -56,14 +57,14 @@ class Consensus(Assembly):
         if world is None or party is None or world.witness is None or self.rank >= _NUM_ASKING:
             return ""
         ranks = {party.ranks[member] for member in awaited} - {world.rank}
-        gone = sorted(ranks & set(world.comparing.left(world.default_group)))
+        gone = sorted(ranks & set(members_left(world.default_group)))
         if gone:
             return f"ranks {gone} have left the job."
         if time.monotonic() < self._asks_at_s:
             return ""
         silent = ranks
         for _ in range(_SILENT_AFTER):
-            silent = silent - set(world.comparing.answers(world.default_group, 0, tuple(silent), _ANSWER_S))
+            silent = silent - set(ask_members(world.default_group, 0, tuple(silent), _ANSWER_S))
             if not silent:
                 break
         self._asks_at_s = time.monotonic() + _ASKED_EVERY_S

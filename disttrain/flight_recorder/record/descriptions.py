@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     from disttrain.flight_recorder.record.callers import Callers
     from disttrain.flight_recorder.record.ring import Ring
-    from disttrain.process_group import ProcessGroup, World
+    from disttrain.process_group import World
+    from disttrain.process_group.interfaces import GroupLike
 
 MAX_SITES: Final = 8192
 """The number of call sites and stacks that are known at a time; those beyond are learnt anew."""
@@ -120,7 +121,7 @@ class Descriptions:
     def site(
         self,
         key: tuple[Any, ...],
-        group: ProcessGroup,
+        group: GroupLike,
         inputs: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
         callers: Callers,
@@ -161,7 +162,7 @@ class Descriptions:
         return entry[0]
 
     def _counter(
-        self, operation: str, group: ProcessGroup, peer_rank: int | None
+        self, operation: str, group: GroupLike, peer_rank: int | None
     ) -> tuple[int, itertools.count[int] | None]:
         name = group.group_name
         if not self._ring.has_counters:

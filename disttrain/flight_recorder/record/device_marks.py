@@ -21,7 +21,7 @@ from disttrain.flight_recorder.record.device_probe import Probe, beside_captures
 
 if TYPE_CHECKING:
     from disttrain.flight_recorder.dumps.ring_reader import MarkedNs
-    from disttrain.process_group import ProcessGroup
+    from disttrain.process_group.interfaces import GroupLike
 
 _MAX_ANSWER_S: Final = 0.5
 """The time that an idle stream may take to come to a mark, for all marks to be put beside the host's clock."""
@@ -114,7 +114,7 @@ class DeviceMarks:
         self._timed = [-1] * num_records
         self._time_next_ns = 0
 
-    def came(self, number: int, now_ns: int, tensors: Sequence[torch.Tensor], group: ProcessGroup) -> None:
+    def came(self, number: int, now_ns: int, tensors: Sequence[torch.Tensor], group: GroupLike) -> None:
         """Mark that the device comes to record `number`, if it is a device that carries it out."""
         is_on_device = tensors[0].is_cuda if tensors else group.serves("cuda")
         # A mark in a graph is of no operation of this process's.

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
     from disttrain.errors import DisttrainError
     from disttrain.flight_recorder.dumps.dump import Dump
-    from disttrain.process_group import ProcessGroup, World
+    from disttrain.process_group import World
+    from disttrain.process_group.interfaces import GroupLike
     from disttrain.process_group.watching.observer import How
 
 _log = logging.getLogger(__name__)
@@ -150,7 +151,7 @@ class FlightRecorder:
     def begin(
         self,
         operation: str,
-        group: ProcessGroup,
+        group: GroupLike,
         sequence: int,
         inputs: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
@@ -299,7 +300,7 @@ class FlightRecorder:
         self,
         first: FrameType,
         arguments: tuple[Any, ...],
-        group: ProcessGroup,
+        group: GroupLike,
         inputs: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
     ) -> Site:

@@ -15,6 +15,7 @@ from disttrain.process_group import ProcessGroup, Work, irecv, isend
 from disttrain.process_group.calls.point_to_point import start_receiving, start_sending
 from disttrain.process_group.cpp_warnings import without_warning
 from disttrain.process_group.peers.channels import PeerChannels, open_channels
+from disttrain.process_group.world import world_of
 
 _MAX_UNDER_WAY = 4
 """Messages to one peer that the host lets be under way; on the CPU it waits for the oldest one then."""
@@ -28,7 +29,7 @@ class Mail:
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         """Collective: every rank of the group."""
-        world = group.world
+        world = world_of(group)
         # A rank that fails tells the others, whatever the transport.
         if world.default_group.asks_witnesses or device.type == "cuda":
             world.become_witness()

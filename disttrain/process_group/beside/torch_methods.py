@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from disttrain.process_group.group import ProcessGroup
+from typing import Any
 
 NAMES = (
     *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "allgather_coalesced", "gather"),
@@ -18,16 +15,18 @@ NAMES = (
 )
 
 
-def add_torch_methods(group_class: type[ProcessGroup]) -> None:
+def add_torch_methods(group_class: type[object]) -> None:
     """Name by name: a class with `__getattr__` takes three times as long for each attribute, at each collective."""
     for name in NAMES:
         setattr(group_class, name, property(partial(_method, name=name)))
 
 
-def _method(group: ProcessGroup, name: str) -> Any:
-    # Here: what torch calls stands above groups.
+def _method(group: object, name: str) -> Any:
+    # Here: what torch calls stands above groups, which are given these methods.
     from disttrain.process_group.beside.torch_group import TorchGroup
+    from disttrain.process_group.group import ProcessGroup  # likewise
 
+    assert isinstance(group, ProcessGroup)
     if group.callable is None:
         group.callable = TorchGroup(group, None)
     return getattr(group.callable, name)

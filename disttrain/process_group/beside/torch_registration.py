@@ -17,6 +17,7 @@ from disttrain.process_group._c10d import (
 from disttrain.process_group.backends.c10d_backend import C10dBackend
 from disttrain.process_group.beside.torch_group import TorchGroup
 from disttrain.process_group.group import ProcessGroup
+from disttrain.process_group.world import world_of
 from disttrain.store import PrefixStore
 
 
@@ -65,7 +66,7 @@ def _make_known(group: ProcessGroup, device_types: tuple[str, ...]) -> None:
     group.registration = TorchRegistration(made, name, group.ranks, store, names, is_default)
     group.torch_group = made
     if is_default:
-        group.world.make_ranks_known(lambda made: tell_ranks(made, made.ranks))
+        world_of(group).make_ranks_known(lambda made: tell_ranks(made, made.ranks))
 
 
 def _check_free(group: ProcessGroup) -> None:

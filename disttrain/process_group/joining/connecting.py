@@ -8,7 +8,6 @@ them use one. Who has not made the group yet makes it in advance: its name says 
 from __future__ import annotations
 
 import atexit
-import json
 import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
@@ -18,7 +17,7 @@ from disttrain.process_group.backends import choose_backends
 from disttrain.process_group.group import ProcessGroup
 
 if TYPE_CHECKING:
-    from disttrain.process_group.world import World
+    from disttrain.process_group.home import HomeWorld
 
 CONNECTING: Final = "disttrain connecting"
 """The name of threads that connect for others: nothing of this rank waits for them."""
@@ -28,25 +27,12 @@ _CLOSING_S: Final = 1.0
 class Connecting:
     """Connects groups of a world on the request of other ranks."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: HomeWorld) -> None:
         self._world = world
         self._in_advance: dict[str, ProcessGroup] = {}
         self._made: set[str] = set()
         self._threads: list[tuple[ProcessGroup, threading.Thread]] = []
         self.lock = threading.Lock()
-
-    def ask(self, group: ProcessGroup, device_type: str) -> None:
-        """Have the other members connect `group` for tensors on `device_type`. The first that asks speaks for all."""
-        witness = self._world.witness
-        if witness is not None:
-            asked = {
-                "connect": group.group_name,
-                "ranks": group.ranks,
-                "backend": group.backend_name,
-                "timeout_s": group.timeout_s,
-                "device_type": device_type,
-            }
-            witness.tell(json.dumps(asked).encode(), f"connect/{group.group_name}/{device_type}")
 
     def hear(self, asked: dict[str, Any]) -> None:
         """Another rank asks; this one connects beside whatever it does."""
@@ -92,7 +78,8 @@ class Connecting:
         name = asked["connect"]
         with self.lock:
             if name in self._made:
-                return self._world.group_named(name)
+                group = self._world.group_named(name)
+                return group if isinstance(group, ProcessGroup) else None
             if name not in self._in_advance:
                 with suppress(BackendError):  # a backend that is not there: this rank will say so itself
                     kinds = choose_backends(asked["backend"])

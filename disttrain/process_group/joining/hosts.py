@@ -15,20 +15,19 @@ from typing import TYPE_CHECKING
 from disttrain.settings import NCCL_HOSTID
 
 if TYPE_CHECKING:
-    from disttrain.process_group.group import ProcessGroup
-    from disttrain.process_group.world import World
+    from disttrain.process_group.interfaces import GroupLike, WorldLike
 
 _MAX_ASKED = 64
 """Of larger groups that many ranks, evenly spread, are asked about."""
 
 
-def tell_host(world: World) -> None:
+def tell_host(world: WorldLike) -> None:
     """Leave in the store on which host this rank is."""
     world.store.set(_key(world.rank), _own_host())
     world.tells_host = True
 
 
-def leaves_host(group: ProcessGroup) -> bool:
+def leaves_host(group: GroupLike) -> bool:
     """True where some ranks of the group are on other hosts than others; alike on all of them.
 
     Waits for those that have not joined yet.

@@ -10,7 +10,7 @@ from disttrain.durations import Duration
 from disttrain.errors import GroupError
 from disttrain.process_group.current import current_world, new_group, resolve_group
 from disttrain.process_group.group import ProcessGroup
-from disttrain.process_group.world import NON_GROUP_MEMBER, NonGroupMember
+from disttrain.process_group.world import NON_GROUP_MEMBER, NonGroupMember, world_of
 from disttrain.settings import LOCAL_WORLD_SIZE
 
 Made = ProcessGroup | NonGroupMember
@@ -111,4 +111,4 @@ def abort_process_group(group: ProcessGroup | None = None) -> None:
     too. The world stays: call destroy_process_group to leave it.
     """
     group = resolve_group("abort_process_group", group)
-    group.world.abort_group(group)
+    world_of(group).abort_group(group)

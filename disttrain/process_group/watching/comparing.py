@@ -20,8 +20,7 @@ from disttrain.errors import StoreError
 from disttrain.process_group.watching.fingerprint import Fields, find_mismatch
 
 if TYPE_CHECKING:
-    from disttrain.process_group.group import ProcessGroup
-    from disttrain.process_group.world import World
+    from disttrain.process_group.interfaces import GroupLike, WorldLike
 
 ANSWER_S: Final = 2.0
 """How long the others may take to answer."""
@@ -46,14 +45,14 @@ class _Wait:
 class Comparing:
     """What the ranks of a world tell each other while they wait."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: WorldLike) -> None:
         self._world = world
         self._waits: dict[str, _Wait] = {}
         self._ask_after_s: dict[str, float] = {}
         self._asked_s: dict[str, float] = {}
         self._pid = os.getpid()
 
-    def look(self, group: ProcessGroup, problem: str) -> None:
+    def look(self, group: GroupLike, problem: str) -> None:
         """Called from time to time while this rank waits in `group`; ends the group where that is in vain.
 
         With a `problem` it is, whatever the others say.
@@ -68,33 +67,18 @@ class Comparing:
             if wait is None or wait.sequence != sequence:
                 wait = self._waits[group.group_name] = _Wait(sequence, time.monotonic())
                 self._meet(group, wait)
-            self.look_for_gone(group, sequence)
+            look_for_gone(group, sequence)
             if wait.key and self._may_ask(group.group_name, wait):
                 self._ask(group, sequence)
             if problem and not group.ended_by:
                 self._ask(group, sequence, problem)
 
-    def waited(self, group: ProcessGroup) -> None:
+    def waited(self, group: GroupLike) -> None:
         """The wait in which this rank has looked is over."""
         wait = self._waits.pop(group.group_name, None)
         if wait is not None and wait.key:
             with suppress(StoreError):
                 self._world.store.delete_key(wait.key)
-
-    def look_for_gone(self, group: ProcessGroup, sequence: int) -> None:
-        """End `group` where a member has left the job that has not come to this collective. Raises StoreError."""
-        gone = {rank: come_to for rank, come_to in self.left(group).items() if come_to < sequence}
-        # Who refused a call and left said so first, and that is the reason.
-        if gone and not group.find_reason():
-            group.end(f"not every rank came, nor can: {left_text(gone)}.")
-
-    def left(self, group: ProcessGroup) -> dict[int, int]:
-        """Members that have left the job, each with the last collective of `group` that it came to."""
-        store = self._world.store
-        if not store.check(["left"]):
-            return {}
-        lines = [json.loads(line) for line in store.get("left").splitlines()]
-        return {rank: come_to.get(group.group_name, 0) for rank, come_to in lines if rank in group.ranks}
 
     def stay(self) -> None:
         """Have the others told when this process ends, also without destroying its world."""
@@ -108,15 +92,6 @@ class Comparing:
         come_to = {group.group_name: group.sequence for group in self._world.groups if group.sequence}
         with suppress(StoreError):
             self._world.store.append("left", json.dumps([self._world.rank, come_to]) + "\n")
-
-    def answers(
-        self, group: ProcessGroup, sequence: int, ranks: Sequence[int] | None = None, timeout_s: float = ANSWER_S
-    ) -> dict[int, Answer]:
-        """What those members, of `ranks` if that is given, say that answer in time."""
-        witness = self._world.witness
-        about = json.dumps([group.group_name, sequence])
-        said = {} if witness is None else witness.ask(group.ranks if ranks is None else ranks, timeout_s, about)
-        return {rank: json.loads(answer) for rank, answer in said.items()}
 
     def answer(self, about: str) -> bytes:
         """What this rank says to the question of another."""
@@ -135,7 +110,7 @@ class Comparing:
         if group is not None:
             group.end(said["reason"])
 
-    def _meet(self, group: ProcessGroup, wait: _Wait) -> None:
+    def _meet(self, group: GroupLike, wait: _Wait) -> None:
         """Compare with the first that waits there, or become that."""
         key = f"{group.group_name}/waiting/{wait.sequence}"
         call = self._world.recall(group.group_name, wait.sequence)
@@ -158,14 +133,14 @@ class Comparing:
         self._asked_s[group_name], self._ask_after_s[group_name] = now_s, 2 * after_s
         return True
 
-    def _ask(self, group: ProcessGroup, sequence: int, known_problem: str = "") -> None:
-        calls = {rank: said["call"] for rank, said in self.answers(group, sequence).items()}
+    def _ask(self, group: GroupLike, sequence: int, known_problem: str = "") -> None:
+        calls = {rank: said["call"] for rank, said in ask_members(group, sequence).items()}
         if problem := mismatch(calls):
             self._end(group, f"the ranks called different things as sequence {sequence}: {problem}.")
         elif known_problem:
             self._end(group, f"{known_problem} in sequence {sequence}: {calls_text(calls)}.")
 
-    def _end(self, group: ProcessGroup, reason: str) -> None:
+    def _end(self, group: GroupLike, reason: str) -> None:
         """On all ranks. Of several that find it out, the first speaks for all, this rank too."""
         witness = self._world.witness
         if witness is not None:
@@ -173,6 +148,33 @@ class Comparing:
             witness.tell(notice, f"mismatch/{group.group_name}")
             witness.hear_again()
         group.end(reason)
+
+
+def look_for_gone(group: GroupLike, sequence: int) -> None:
+    """End `group` where a member has left the job that has not come to this collective. Raises StoreError."""
+    gone = {rank: come_to for rank, come_to in members_left(group).items() if come_to < sequence}
+    # Who refused a call and left said so first, and that is the reason.
+    if gone and not group.find_reason():
+        group.end(f"not every rank came, nor can: {left_text(gone)}.")
+
+
+def members_left(group: GroupLike) -> dict[int, int]:
+    """Members that have left the job, each with the last collective of `group` that it came to."""
+    store = group.world.store
+    if not store.check(["left"]):
+        return {}
+    lines = [json.loads(line) for line in store.get("left").splitlines()]
+    return {rank: come_to.get(group.group_name, 0) for rank, come_to in lines if rank in group.ranks}
+
+
+def ask_members(
+    group: GroupLike, sequence: int, ranks: Sequence[int] | None = None, timeout_s: float = ANSWER_S
+) -> dict[int, Answer]:
+    """What those members, of `ranks` if that is given, say that answer in time."""
+    witness = group.world.witness
+    about = json.dumps([group.group_name, sequence])
+    said = {} if witness is None else witness.ask(group.ranks if ranks is None else ranks, timeout_s, about)
+    return {rank: json.loads(answer) for rank, answer in said.items()}
 
 
 def left_text(left: Mapping[int, int]) -> str:

@@ -18,7 +18,7 @@ from disttrain.store import PrefixStore, Store
 from disttrain.store.slices import in_slices
 
 if TYPE_CHECKING:
-    from disttrain.process_group.group import ProcessGroup
+    from disttrain.process_group.interfaces import GroupLike
 
 Fields = dict[str, Any]
 
@@ -83,7 +83,7 @@ def find_mismatch(calls: dict[int, Fields]) -> str:
 
 
 def compare_calls(
-    group: ProcessGroup,
+    group: GroupLike,
     operation: str,
     sequence: int,
     arguments: Sequence[Any],

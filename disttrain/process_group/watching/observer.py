@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -19,10 +19,8 @@ from disttrain.errors import (
     DisttrainError,
     StoreTimeoutError,
 )
+from disttrain.process_group.interfaces import GroupLike, WorldLike
 from disttrain.process_group.watching.roll_call import absent_text, gone_text
-
-if TYPE_CHECKING:
-    from disttrain.process_group.group import ProcessGroup
 
 
 class Observer(Protocol):
@@ -47,7 +45,7 @@ class Recorder(Protocol):
     def begin(
         self,
         operation: str,
-        group: ProcessGroup,
+        group: GroupLike,
         sequence: int,
         inputs: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
@@ -70,6 +68,17 @@ class Recorder(Protocol):
         ...
 
 
+class ObservedWorld(WorldLike, Protocol):
+    """A world whose collectives are seen."""
+
+    observers: tuple[Observer, ...]
+    recorder: Recorder | None
+
+    def add_observer(self, observer: Observer) -> None: ...
+
+    def remove_observer(self, observer: Observer) -> None: ...
+
+
 @dataclass(slots=True, eq=False)
 class Call:
     """One collective or point-to-point operation, as this rank issues it.
@@ -80,7 +89,7 @@ class Call:
     """
 
     operation: str
-    group: ProcessGroup
+    group: GroupLike
     sequence: int
     inputs: Sequence[torch.Tensor]
     outputs: Sequence[torch.Tensor]

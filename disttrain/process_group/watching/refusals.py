@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from disttrain.errors import DisttrainError
 
 if TYPE_CHECKING:
-    from disttrain.process_group.group import ProcessGroup
-    from disttrain.process_group.watching.observer import Call
-    from disttrain.process_group.world import World
+    from disttrain.process_group.interfaces import GroupLike
+    from disttrain.process_group.watching.observer import Call, ObservedWorld
 
 _MOMENT_S = 0.25
 """How long a rank that has refused may take to call the collective as it should be."""
@@ -56,7 +55,7 @@ class Refusal(NamedTuple):
 class _Own:
     """What this rank has refused; the others may have been told."""
 
-    def __init__(self, group: ProcessGroup, refusal: Refusal) -> None:
+    def __init__(self, group: GroupLike, refusal: Refusal) -> None:
         self.group = group
         self.refusal = refusal
         self.is_told = False
@@ -74,14 +73,12 @@ class _Own:
 class Refusals:
     """What the ranks of a world refuse, as one of them sees it. An observer, while this rank has refused something."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: ObservedWorld) -> None:
         self._world = world
         self._own: list[_Own] = []
         self._lock = threading.Lock()
 
-    def add(
-        self, group: ProcessGroup, operation: str, error: Exception, begins_with: str, *, was_counted: bool
-    ) -> None:
+    def add(self, group: GroupLike, operation: str, error: Exception, begins_with: str, *, was_counted: bool) -> None:
         """This rank raises `error` instead of taking part in `operation`; the others are told, unless it comes yet.
 
         `was_counted`: the group's sequence number is that of this call already, so that it cannot come any more.
@@ -105,7 +102,7 @@ class Refusals:
         timer.daemon = True
         timer.start()
 
-    def end(self, group: ProcessGroup, operation: str, error: Exception) -> None:
+    def end(self, group: GroupLike, operation: str, error: Exception) -> None:
         """This rank cannot go on in `group`: wherever the others are in it, their witnesses end it."""
         if not group.asks_witnesses and self._world.witness is None:
             return
@@ -173,7 +170,7 @@ def _reason(error: Exception) -> str:
     return reason[:_MAX_REASON_CHARS]
 
 
-def _waits(group: ProcessGroup, sequence: int, refusal: Refusal) -> bool:
+def _waits(group: GroupLike, sequence: int, refusal: Refusal) -> bool:
     """True when this rank waits in collective `sequence` for who has refused, or is past it.
 
     While it is on its way there, it may be about to refuse the same, and only be slower.

@@ -11,15 +11,15 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from disttrain.errors import StoreError
-from disttrain.process_group.watching.comparing import Answer, left_text, mismatch
+from disttrain.process_group.watching.comparing import Answer, ask_members, left_text, members_left, mismatch
 
 if TYPE_CHECKING:
-    from disttrain.process_group.group import ProcessGroup
+    from disttrain.process_group.interfaces import GroupLike
 
 _MAX_NAMED = 8
 
 
-def absent_text(group: ProcessGroup, sequence: int, peer_rank: int | None) -> str:
+def absent_text(group: GroupLike, sequence: int, peer_rank: int | None) -> str:
     """`: rank 1 is at sequence 4 (barrier) and now at train.py:9 in load, rank 2 does not answer`.
 
     Of a message (sequence 0) its other end alone. Empty when that cannot be told.
@@ -27,7 +27,7 @@ def absent_text(group: ProcessGroup, sequence: int, peer_rank: int | None) -> st
     if group.world.witness is None or (not sequence and peer_rank is None):
         return ""
     left = _left(group)
-    answers = group.world.comparing.answers(group, sequence)
+    answers = ask_members(group, sequence)
     asked = group.ranks if peer_rank is None or sequence else (group.ranks[peer_rank],)
     absent = [
         left_text({rank: left[rank]}) if rank in left else f"rank {rank} {_state(answers.get(rank), sequence)}"
@@ -45,15 +45,15 @@ def absent_text(group: ProcessGroup, sequence: int, peer_rank: int | None) -> st
     )
 
 
-def gone_text(group: ProcessGroup) -> str:
+def gone_text(group: GroupLike) -> str:
     """`: rank 1 has left the job after sequence 4`; empty when no member has."""
     left = _left(group)
     return f": {left_text(left)}" if left else ""
 
 
-def _left(group: ProcessGroup) -> dict[int, int]:
+def _left(group: GroupLike) -> dict[int, int]:
     with suppress(StoreError):
-        return group.world.comparing.left(group)
+        return members_left(group)
     return {}
 
 

@@ -1,0 +1,28 @@
+"""The world as its groups know it; `World`, which makes them, stands above."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from disttrain.process_group.interfaces import GroupLike
+from disttrain.process_group.watching.comparing import Comparing
+from disttrain.process_group.watching.observer import ObservedWorld
+from disttrain.process_group.watching.refusals import Refusals
+
+
+class HomeWorld(ObservedWorld, Protocol):
+    """What a group, and who issues its collectives, ask of a world; `World` says more of each."""
+
+    world_size: int
+    device: torch.device
+    compares_calls: bool
+    comparing: Comparing
+    refusals: Refusals
+
+    @property
+    def default_group(self) -> GroupLike: ...
+
+    def make_ranks_known(self, tell: Callable[[object], object]) -> None: ...

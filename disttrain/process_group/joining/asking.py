@@ -1,0 +1,23 @@
+"""Asking the other members of a group to connect it; `joining/connecting.py` answers."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from disttrain.process_group.interfaces import GroupLike
+
+
+def ask_to_connect(group: GroupLike, device_type: str) -> None:
+    """Have the other members connect `group` for tensors on `device_type`. The first that asks speaks for all."""
+    witness = group.world.witness
+    if witness is not None:
+        asked = {
+            "connect": group.group_name,
+            "ranks": group.ranks,
+            "backend": group.backend_name,
+            "timeout_s": group.timeout_s,
+            "device_type": device_type,
+        }
+        witness.tell(json.dumps(asked).encode(), f"connect/{group.group_name}/{device_type}")
