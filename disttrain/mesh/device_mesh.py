@@ -66,13 +66,13 @@ class DeviceMesh(GraphConstant):
         grid = torch.as_tensor(groups[0].ranks if mesh is None else mesh, dtype=torch.int64, device="cpu")
         names = None if mesh_dim_names is None else tuple(mesh_dim_names)
         world, layout = groups[0].world, MeshLayout(tuple(grid.flatten().tolist()), tuple(grid.shape), names)
-        if layout.coordinate(world.rank) is None or [axis_group.ranks for axis_group in groups] != [
+        rows = [axis_group.ranks for axis_group in groups]
+        if layout.coordinate(world.rank) is None or rows != [
             layout.along(world.rank, [axis]).ranks for axis in range(len(layout.shape))
         ]:
             raise MeshError(
                 "DeviceMesh.from_group",
-                f"mesh {grid.tolist()} has other rows than the groups' "
-                f"{[list(axis_group.ranks) for axis_group in groups]}.",
+                f"mesh {grid.tolist()} has other rows than the groups' {[*map(list, rows)]}.",
                 "Give a mesh whose axes, through this rank, have the groups' ranks.",
                 rank=world.rank,
             )
@@ -180,8 +180,7 @@ class DeviceMesh(GraphConstant):
         return made
 
     def _flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
-        """Joins all axes to one, named `mesh_dim_name` (default: their names, joined by "_"); the root knows it by this
-        name.
+        """Joins all axes to one, named `mesh_dim_name` (default: their names, joined by "_"), which the root keeps.
 
         Raises: MeshError without names, and for a name that is another axis's.
         """
@@ -372,8 +371,7 @@ def init_device_mesh(
     mesh_dim_names: Sequence[str] | None = None,
     backend_override: Override | None = None,
 ) -> DeviceMesh:
-    """Places all ranks of the job on a grid of `mesh_shape`, in row-major order; joins the job first where that was not
-    done.
+    """Places all ranks of the job on a grid of `mesh_shape`, in row-major order; joins the job first if need be.
 
     `backend_override` gives axes, by name or index, groups of their own over other transports: "gloo", "nccl", "fake",
     which sends nothing, or such a name and its options. Raises: MeshError when the shape is not that of all ranks.
