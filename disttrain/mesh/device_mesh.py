@@ -67,9 +67,8 @@ class DeviceMesh(GraphConstant):
         names = None if mesh_dim_names is None else tuple(mesh_dim_names)
         world, layout = groups[0].world, MeshLayout(tuple(grid.flatten().tolist()), tuple(grid.shape), names)
         rows = [axis_group.ranks for axis_group in groups]
-        if layout.coordinate(world.rank) is None or rows != [
-            layout.along(world.rank, [axis]).ranks for axis in range(len(layout.shape))
-        ]:
+        axes = range(len(layout.shape))
+        if layout.coordinate(world.rank) is None or rows != [layout.along(world.rank, [axis]).ranks for axis in axes]:
             raise MeshError(
                 "DeviceMesh.from_group",
                 f"mesh {grid.tolist()} has other rows than the groups' {[*map(list, rows)]}.",
