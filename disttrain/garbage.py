@@ -1,8 +1,9 @@
-"""No collections of garbage while they would cost too much.
+"""Prevents garbage collections while they would cost too much.
 
-Names, boxes and chunks by the ten thousand set them off while a state is taken apart, and each looks at all of torch's
-objects. In a thread that writes a dump, one may come upon memory of a GPU, and wait, with the interpreter's lock held,
-for another thread that holds its allocator while it waits for a kernel that does not end.
+Taking a state apart creates names, boxes and chunks by the ten thousand, which trigger collections, and each collection
+visits all of torch's objects. In a thread that writes a dump, a collection may free memory of a GPU. It then waits,
+with the interpreter's lock held, for another thread that holds the GPU's allocator while it waits for a kernel that
+does not end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""A package's names, fetched when they are first used: importing it then loads nothing heavy. Source: PEP 562.
+"""A package's names, imported when they are first used: importing the package then loads nothing heavy. Source: PEP
+562.
 
-What is asked for and not there gets an answer, too: submodules are imported, and names of torch's that are not here on
-purpose are told with their reason (`absent_names.txt`, which `tools/absent_names.py` takes from docs/differences.md).
+Names that are not there get an answer, too: submodules are imported, and an error for a name of torch's that is absent
+on purpose gives the reason (`absent_names.txt`, which `tools/absent_names.py` makes from docs/differences.md).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reads pickles as data, without doing what they say. Without torch, and without Python's `pickle`.
 
 Unpickling calls whatever the pickle names. Here nothing is imported, called or built: a name stays a `Name`, a call a
-`Made`, and whoever reads the result decides which of them mean something. So no pickle can run code. The opcodes are
-those of protocols 2 to 5, as Python's `pickletools` describes them.
+`Made`, and the caller decides which of them mean something. So no pickle can run code. The opcodes are those of
+protocols 2 to 5, as Python's `pickletools` describes them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reports from a training script to whoever watches it: `disttrain.report(step=step, loss=loss, tokens_per_s=rate)`.
 
-The launcher makes a page for each rank, a mapped file. A report overwrites the one before; the launcher looks about
-once a second. So a report is a copy within memory: no system call, no lock, nobody to wait for, however often it is
-made. Torch-free.
+The launcher creates a page for each rank, a mapped file. A report overwrites the last one; the launcher reads the page
+about once a second. So a report is a copy within memory, however often it is made: no system call, no lock, no wait.
+Torch-free.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Gradients of weights may wait: nobody but the optimizer needs them, while the stage before waits for those of inputs.
+"""Lets gradients of weights wait: only the optimizer needs them, while the stage before waits for those of inputs.
 
-An autograd Function of ours that multiplies by a weight asks for `current_keeper()` in its forward, and in its backward
-hands the gradients of its weights to `now_or_later`. A pipeline keeps them until it has nothing better to do (Zero
-Bubble, arXiv 2401.10241); elsewhere nobody keeps anything, and they are computed at once.
+An autograd Function that multiplies by a weight asks for `current_keeper()` in its forward, and in its backward hands
+the gradients of its weights to `now_or_later`. A pipeline keeps them until it would be idle (Zero Bubble, arXiv
+2401.10241). Without a pipeline they are computed at once.
 """
 
 from __future__ import annotations

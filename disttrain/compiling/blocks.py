@@ -1,9 +1,9 @@
 """compile_blocks: a model's repeated blocks, compiled in place, with one graph for each kind.
 
-What is compiled is a block's `forward`, its own where it has one; its hooks stay outside. So `fully_shard` gathers and
+The `forward` of a block is compiled, its own where it has one; its hooks stay outside. So `fully_shard` gathers and
 frees around a graph, whether it is called before or after, and tensor parallel lays out a block's inputs there. Each
-kind has a copy of its `forward`'s code: to Dynamo, which keeps graphs by code, other kinds' graphs are no candidates
-then, and no kind comes nearer to its limit of recompilations because of another.
+kind has a copy of its `forward`'s code. Dynamo keeps graphs by code, so other kinds' graphs are not tried then, and do
+not count for a kind's limit of recompilations.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Is this machine, and are these nodes, fit for a job? `disttrain-launch doctor` asks, and says what to do.
+"""Checks whether this machine, and these nodes, are fit for a job; `disttrain-launch doctor` runs it.
 
-What each rank sees of its own machine (`machine.py`) and what they measure together (`network.py`) become findings
-(`findings.py`), which rank 0 collects through the store, so that it can tell even of a network that does not work.
+Each rank's facts about its machine (`machine.py`) and the ranks' measurements (`network.py`) become findings
+(`findings.py`). Rank 0 collects these through the store, so that there is a report even if the network does not work.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Runs on each rank of `disttrain-launch doctor`: look, measure, and let rank 0 tell.
+"""Runs on each rank of `disttrain-launch doctor`: examines the machine, measures, and prints on rank 0.
 
-Started without a launcher, it looks at this machine alone. Exit code of rank 0: 0 when nothing is in the way of a job,
-1 when something is.
+Without a launcher, it examines this machine alone. Exit code of rank 0: 0 when nothing prevents a job, 1 when something
+does.
 """
 
 from __future__ import annotations

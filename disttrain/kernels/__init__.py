@@ -1,7 +1,7 @@
 """Fused kernels for a training step: custom operators, each with a reference by torch's operators that judges it.
 
-On GPUs they are Triton's; on CPUs, and for what Triton's don't take, torch's operators compute the same
-(`choice.py`). Each operator has its shapes, its gradient and, where it can be, torch.vmap and a rule for DTensors.
+On GPUs they are Triton's. On CPUs, and for arguments that Triton's don't take, torch's operators compute the same
+(`choice.py`). Each operator has shapes, a gradient and, where possible, rules for torch.vmap and DTensors.
 """
 
 from __future__ import annotations

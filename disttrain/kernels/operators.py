@@ -1,6 +1,6 @@
 """Registers kernels as operators, under `torch.ops.disttrain`: a graph holds each as one call, and nothing breaks it.
 
-They are not differentiable twice: what a backward operator gives says so when it is asked.
+They have no second derivatives: differentiating a backward operator raises.
 """
 
 from __future__ import annotations

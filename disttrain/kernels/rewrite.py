@@ -1,8 +1,8 @@
-"""Finds in a module's forward what the kernels compute in one, and puts them in its place.
+"""Finds patterns in a module's forward that a kernel computes at once, and puts kernels in their place.
 
-The forward is traced with stand-ins (torch.fx), its submodules being called as before, with their hooks. What was found
-is decided again at each call, by what then comes: shapes and dtypes that don't fit go the old way, as do submodules
-that have become others or have hooks. A forward is left alone where a trace may not tell all (`tracing.py`).
+The forward is traced with stand-ins (torch.fx); its submodules are called as before, with their hooks. Each call
+decides again by its arguments: if shapes and dtypes don't fit, or submodules were replaced or have hooks, the original
+operators run. A forward is not changed if a trace may not show all that it does (`tracing.py`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""A module's forward as a graph (torch.fx), with what the graph takes for granted; or none, where a trace may not tell
-all.
+"""Traces a module's forward to a graph (torch.fx) with its assumptions; or to none, where a trace may not show all.
 
-The forward runs once with stand-ins for its arguments and tensors; its submodules are called, not read. What Python
-does meanwhile leaves no trace, so it is watched: attributes with plain values that were read are to be compared at each
-call; what sets an attribute, reads one that may change within (a list, a tensor that is no buffer), makes a tensor of
-its own, switches gradients, autocast or checkpointing, has a gradient of its own or asks what a stand-in is, has no
-graph.
+The forward runs once with stand-ins for its arguments and tensors; its submodules are called, not read. A trace does
+not show what Python does meanwhile, so that is watched. Attributes with plain values that were read are compared at
+each call. There is no graph of a forward that sets an attribute, reads one that may change within (a list, a tensor
+that is no buffer), creates a tensor, switches gradients, autocast or checkpointing, has its own gradient, or asks for
+the type of a stand-in.
 """
 
 from __future__ import annotations

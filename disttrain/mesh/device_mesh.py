@@ -15,7 +15,6 @@ from disttrain.mesh._torch import GraphConstant, hold_in_graphs
 from disttrain.mesh.groups import given_groups
 from disttrain.mesh.layout import MeshLayout
 from disttrain.process_group import ProcessGroup, World, current_world, init_process_group, is_initialized
-from disttrain.process_group.world import world_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,20 +59,18 @@ class DeviceMesh(GraphConstant):
               this rank, those of its group.
         Raises: MeshError when they are others. To be called by the ranks of the groups; nothing is sent.
         """
-        groups = given_groups(group)
+        world, groups = given_groups(group)
         if len(groups) > 1 and (mesh is None or mesh_dim_names is None):
-            problem, rank = f"of {len(groups)} groups it is not said how they lie.", groups[0].world.rank
+            problem, rank = f"of {len(groups)} groups it is not said how they lie.", world.rank
             raise MeshError("DeviceMesh.from_group", problem, "Give mesh and mesh_dim_names.", rank=rank)
         grid = torch.as_tensor(groups[0].ranks if mesh is None else mesh, dtype=torch.int64, device="cpu")
         names = None if mesh_dim_names is None else tuple(mesh_dim_names)
-        world, layout = world_of(groups[0]), MeshLayout(tuple(grid.flatten().tolist()), tuple(grid.shape), names)
-        if layout.coordinate(world.rank) is None or [axis_group.ranks for axis_group in groups] != [
-            layout.along(world.rank, [axis]).ranks for axis in range(len(layout.shape))
-        ]:
+        layout = MeshLayout(tuple(grid.flatten().tolist()), tuple(grid.shape), names)
+        rows = [axis_group.ranks for axis_group in groups]
+        if world.rank not in layout.ranks or rows != [layout.along(world.rank, [n]).ranks for n in range(grid.ndim)]:
             raise MeshError(
                 "DeviceMesh.from_group",
-                f"mesh {grid.tolist()} has other rows than the groups' "
-                f"{[list(axis_group.ranks) for axis_group in groups]}.",
+                f"mesh {grid.tolist()} has other rows than the groups' {[*map(list, rows)]}.",
                 "Give a mesh whose axes, through this rank, have the groups' ranks.",
                 rank=world.rank,
             )
@@ -181,8 +178,7 @@ class DeviceMesh(GraphConstant):
         return made
 
     def _flatten(self, mesh_dim_name: str | None = None) -> DeviceMesh:
-        """Joins all axes to one, named `mesh_dim_name` (default: their names, joined by "_"); the root knows it by this
-        name.
+        """Joins all axes to one, named `mesh_dim_name` (default: their names, joined by "_"), which the root keeps.
 
         Raises: MeshError without names, and for a name that is another axis's.
         """
@@ -373,8 +369,7 @@ def init_device_mesh(
     mesh_dim_names: Sequence[str] | None = None,
     backend_override: Override | None = None,
 ) -> DeviceMesh:
-    """Places all ranks of the job on a grid of `mesh_shape`, in row-major order; joins the job first where that was not
-    done.
+    """Places all ranks of the job on a grid of `mesh_shape`, in row-major order; joins the job first if need be.
 
     `backend_override` gives axes, by name or index, groups of their own over other transports: "gloo", "nccl", "fake",
     which sends nothing, or such a name and its options. Raises: MeshError when the shape is not that of all ranks.

@@ -9,31 +9,31 @@ from disttrain.lazy_names import absent_names
 from disttrain.move.findings import Finding
 from disttrain.move.modules import PAGES
 from disttrain.move.names import meaning
-from disttrain.move.signatures import Found, Takes, definition, method, returned, takes
+from disttrain.move.signatures import Defined, Takes, definition, method, returned, takes
 
 Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def told_calls(tree: ast.Module, dotted_of: Mapping[ast.expr, str]) -> Iterator[Finding]:
     """Of a file. `dotted_of`: the full names, torch's or ours, of expressions that name something of them."""
-    asked = {node: named for node, dotted in dotted_of.items() if (named := _ours(dotted)) is not None}
+    named = {node: parts for node, dotted in dotted_of.items() if (parts := _ours(dotted)) is not None}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and node.func in asked:
-            package, names, found = asked[node.func]
-            yield from _told_call(node, package, names, found)
+        if isinstance(node, ast.Call) and node.func in named:
+            package, names, defined = named[node.func]
+            yield from _told_call(node, package, names, defined)
     for scope in (node for node in ast.walk(tree) if isinstance(node, Scope)):
-        yield from _told_methods(scope, asked)
-    methods = _known_by_name({package for package, _, _ in asked.values()})
+        yield from _told_methods(scope, named)
+    methods = _known_by_name({package for package, _, _ in named.values()})
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in methods:
             package, why = methods[node.attr]
             yield Finding(node.lineno, ast.unparse(node), why, PAGES[package])
 
 
-Asked = tuple[str, tuple[str, ...], Found]
+Named = tuple[str, tuple[str, ...], Defined]
 
 
-def _ours(dotted: str) -> Asked | None:
+def _ours(dotted: str) -> Named | None:
     """The package of ours, the name in it, with a method's behind it, and where the name is defined."""
     parts = dotted.split(".")
     if parts[:2] == ["torch", "distributed"]:
@@ -44,12 +44,12 @@ def _ours(dotted: str) -> Asked | None:
     else:
         num_parts = max((num for num in range(1, len(parts)) if ".".join(parts[:num]) in PAGES), default=0)
         package, names = ".".join(parts[:num_parts]), parts[num_parts:]
-    found = definition(package, names[0]) if 1 <= len(names) <= 2 else None
-    return None if found is None else (package, tuple(names), found)
+    defined = definition(package, names[0]) if 1 <= len(names) <= 2 else None
+    return None if defined is None else (package, tuple(names), defined)
 
 
-def _told_call(call: ast.Call, package: str, names: Sequence[str], found: Found) -> Iterator[Finding]:
-    taken = takes(found) if len(names) == 1 else method(found, names[1])[1]
+def _told_call(call: ast.Call, package: str, names: Sequence[str], defined: Defined) -> Iterator[Finding]:
+    taken = takes(defined) if len(names) == 1 else method(defined, names[1])[1]
     if taken is not None:
         yield from _told_arguments(call, package, ".".join(names), taken)
 
@@ -60,21 +60,21 @@ def _told_arguments(call: ast.Call, package: str, name: str, taken: Takes) -> It
         if keyword.arg is not None and not taken.any_name and keyword.arg not in taken.names:
             why = _why(package, f"{name}({keyword.arg})") or f"{package}'s {name} has no such argument"
             yield Finding(keyword.value.lineno, f"{written}({keyword.arg}=)", why, PAGES[package])
-    is_counted = taken.num_positional is not None and not any(isinstance(one, ast.Starred) for one in call.args)
+    is_counted = taken.num_positional is not None and not any(isinstance(value, ast.Starred) for value in call.args)
     if is_counted and len(call.args) > (taken.num_positional or 0):
         why = f"{package}'s {name} takes {taken.num_positional} without a name, not {len(call.args)}"
         yield Finding(call.lineno, f"{written}(...)", why, PAGES[package])
 
 
-def _told_methods(scope: Scope, asked: Mapping[ast.expr, Asked]) -> Iterator[Finding]:
+def _told_methods(scope: Scope, named: Mapping[ast.expr, Named]) -> Iterator[Finding]:
     """Of objects that stand under a name which the scope binds once, to a call of ours or by an annotation."""
     nodes = list(_within(scope))
     bound = [node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)]
-    kinds: dict[str, tuple[str, Found]] = {}
+    kinds: dict[str, tuple[str, Defined]] = {}
     for node in nodes:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and node.value.func in asked:
-            (target, *others), (package, names, found) = node.targets, asked[node.value.func]
-            kind = returned(found) if len(names) == 1 else None
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and node.value.func in named:
+            (target, *others), (package, names, defined) = node.targets, named[node.value.func]
+            kind = returned(defined) if len(names) == 1 else None
             if kind is not None and not others and isinstance(target, ast.Name) and bound.count(target.id) == 1:
                 kinds[target.id] = package, kind
     if not isinstance(scope, ast.Module):
@@ -82,11 +82,11 @@ def _told_methods(scope: Scope, asked: Mapping[ast.expr, Asked]) -> Iterator[Fin
             hint = argument.annotation
             if (
                 hint is not None
-                and hint in asked
+                and hint in named
                 and argument.arg not in bound
-                and isinstance(asked[hint][2].node, ast.ClassDef)
+                and isinstance(named[hint][2].node, ast.ClassDef)
             ):
-                kinds[argument.arg] = asked[hint][0], asked[hint][2]
+                kinds[argument.arg] = named[hint][0], named[hint][2]
     for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in kinds:
             package, kind = kinds[node.value.id]
@@ -102,7 +102,7 @@ def _told_methods(scope: Scope, asked: Mapping[ast.expr, Asked]) -> Iterator[Fin
                 yield from _told_arguments(node, package, f"{kind.node.name}.{node.func.attr}", taken)
 
 
-def _told_attribute(node: ast.Attribute, package: str, kind: Found) -> Iterator[Finding]:
+def _told_attribute(node: ast.Attribute, package: str, kind: Defined) -> Iterator[Finding]:
     name = f"{kind.node.name}.{node.attr}"
     why = _why(package, name)
     if why is None and method(kind, node.attr)[0] is False and not node.attr.startswith("__"):
@@ -113,12 +113,12 @@ def _told_attribute(node: ast.Attribute, package: str, kind: Found) -> Iterator[
 
 def _known_by_name(packages: set[str]) -> dict[str, tuple[str, str]]:
     """Methods that are not here, whatever they are called of: those whose names are long enough to be nobody else's."""
-    found = {}
+    methods = {}
     for (package, name), why in absent_names().items():
         _, is_method, method_name = name.partition(".")
         if package in packages and is_method and method_name.isidentifier() and method_name.count("_") > 1:
-            found[method_name] = package, why
-    return found
+            methods[method_name] = package, why
+    return methods
 
 
 def _why(package: str, name: str) -> str | None:
@@ -126,7 +126,7 @@ def _why(package: str, name: str) -> str | None:
 
 
 def _within(scope: Scope) -> Iterator[ast.AST]:
-    """What lies in it, and in no function or class within it."""
+    """The nodes of a scope that lie in no function or class within it."""
     to_see: list[ast.AST] = list(scope.body)
     while to_see:
         node = to_see.pop()

@@ -21,9 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not options.path.exists():
             raise FileNotFoundError(2, "There is no such file or folder", str(options.path))
-        found = list(changes(options.path))
+        files = list(changes(options.path))
         if not options.check and not options.diff:
-            for change in (one for one in found if one.is_changed):
+            for change in (change for change in files if change.is_changed):
                 change.write()
     except OSError as error:
         named = f"{error.filename}: " if error.filename else ""
@@ -32,9 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     if options.diff:
-        write("".join(line for change in found if change.is_changed for line in _diff(change)).rstrip("\n"))
-    write(_report(found, options.path, is_done=not options.check and not options.diff))
-    return LEFT if options.check and any(one.is_changed or one.findings for one in found) else 0
+        write("".join(line for change in files if change.is_changed for line in _diff(change)).rstrip("\n"))
+    write(_report(files, options.path, is_done=not options.check and not options.diff))
+    return LEFT if options.check and any(change.is_changed or change.findings for change in files) else 0
 
 
 def _diff(change: Change) -> Iterable[str]:
@@ -43,14 +43,14 @@ def _diff(change: Change) -> Iterable[str]:
         yield line if line.endswith("\n") else f"{line}\n"
 
 
-def _report(found: Sequence[Change], path: Path, *, is_done: bool) -> str:
-    changed = [one for one in found if one.is_changed]
-    lines = [f"{_files(len(changed))} {'changed' if is_done else 'to change'}, of {len(found)}."]
+def _report(files: Sequence[Change], path: Path, *, is_done: bool) -> str:
+    changed = [change for change in files if change.is_changed]
+    lines = [f"{_files(len(changed))} {'changed' if is_done else 'to change'}, of {len(files)}."]
     if changed and not is_done:
-        lines += [f"  {_name(one.path, path)}" for one in changed]
+        lines += [f"  {_name(change.path, path)}" for change in changed]
     rows = [
         (f"{_name(change.path, path)}:{finding.line}", finding.what, finding.page, finding.why)
-        for change in found
+        for change in files
         for finding in (change.told if is_done else change.findings)
     ]
     if rows:

@@ -28,7 +28,7 @@ _COMMANDS = (
 
 def told_commands(text: str) -> tuple[Finding, ...]:
     """Of each line the first of each command; lines that are comments of a shell's are passed over."""
-    found = []
+    findings = []
     for line, words in enumerate(re.split(r"\r\n|\n|\r", text), 1):
         if words.lstrip().startswith("#"):
             continue
@@ -37,5 +37,5 @@ def told_commands(text: str) -> tuple[Finding, ...]:
             match = re.search(pattern, words)
             if match is not None and not any(start <= match.start() < end for start, end in taken):
                 taken.append(match.span())
-                found.append(Finding(line, match[0], why, page))
-    return tuple(found)
+                findings.append(Finding(line, match[0], why, page))
+    return tuple(findings)

@@ -41,7 +41,7 @@ class Text:
         return self.text[start:end]
 
     def before(self, node: ast.stmt) -> str:
-        """What stands on the line in front of a statement: its indentation, or more."""
+        """The line in front of a statement: its indentation, or more."""
         return self.text[self._starts[node.lineno - 1] : self.span(node)[0]]
 
     def line_end(self) -> str:
@@ -68,8 +68,8 @@ def _num_lines(text: str) -> int:
 
 def applied(text: str, edits: Iterable[Edit]) -> str:
     """The text with all edits, none of which lies over another."""
-    found, at = [], 0
+    parts, at = [], 0
     for edit in sorted(edits):
-        found += [text[at : edit.start], edit.text]
+        parts += [text[at : edit.start], edit.text]
         at = edit.end
-    return "".join([*found, text[at:]])
+    return "".join([*parts, text[at:]])

@@ -1,4 +1,4 @@
-"""What is left to a person: where, what, why, and the page that explains it."""
+"""Findings, what is left to a person: where, what, why, and the page that explains it."""
 
 from __future__ import annotations
 

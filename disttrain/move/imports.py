@@ -1,4 +1,4 @@
-"""What becomes of one import statement: other statements in its place, and what is left to a person."""
+"""Plans what becomes of one import statement: other statements in its place, and what is left to a person."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ STAR = Reason("Which names are meant is not said: write them out", "docs/moving_
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What a file asks of the name `torch`: parts of torch.distributed that are left there, and anything else."""
+class KeptUses:
+    """Uses of the name `torch` that a file keeps: parts of torch.distributed that are left there, and others."""
 
     of_distributed: bool
     other: bool
@@ -30,27 +30,27 @@ class Plan:
     findings: tuple[Finding, ...] = ()
 
 
-def plan_import(node: Statement, kept: Kept) -> Plan:
+def plan_import(node: Statement, uses: KeptUses) -> Plan:
     """Of a statement; one that does not ask for torch.distributed stays as it is."""
-    return _plan_plain(node, kept) if isinstance(node, ast.Import) else _plan_from(node)
+    return _plan_plain(node, uses) if isinstance(node, ast.Import) else _plan_from(node)
 
 
-def _plan_plain(node: ast.Import, kept: Kept) -> Plan:
+def _plan_plain(node: ast.Import, uses: KeptUses) -> Plan:
     moved: list[str] = []
     staying: list[ast.alias] = []
     findings: list[Finding] = []
     for alias in node.names:
         means = meaning(alias.name) if is_within(alias.name) else None
         if means is not None and means.left is not None:
-            findings.append(found(node.lineno, alias.name, means.left))
+            findings.append(finding(node.lineno, alias.name, means.left))
         if means is None or not means.moves or means.name is not None:
             staying.append(alias)
         elif alias.asname is not None:
             moved.append(f"import {means.ours}" + (f" as {alias.asname}" if alias.asname != means.ours else ""))
-        elif kept.of_distributed:
+        elif uses.of_distributed:
             staying.append(alias)
         else:
-            moved += ["import torch"] if kept.other else []
+            moved += ["import torch"] if uses.other else []
             moved.append("import disttrain")
     if not moved:
         return Plan(findings=tuple(findings))
@@ -71,12 +71,12 @@ def _plan_from(node: ast.ImportFrom) -> Plan:
         if not is_within(dotted):
             staying.append(alias)
         elif alias.name == "*":
-            findings.append(found(node.lineno, dotted, STAR))
+            findings.append(finding(node.lineno, dotted, STAR))
             staying.append(alias)
         else:
             means = meaning(dotted)
             if means.left is not None:
-                findings.append(found(alias.lineno, dotted, means.left))
+                findings.append(finding(alias.lineno, dotted, means.left))
             if not means.moves:
                 staying.append(alias)
             elif means.name is None:
@@ -88,16 +88,16 @@ def _plan_from(node: ast.ImportFrom) -> Plan:
     if len(moved) == 1 and not modules and not staying:
         return Plan(module=next(iter(moved)))
     statements = [_of_names(module, staying)] if staying else []
-    statements += [*modules, *(_of_names(ours, aliases) for ours, aliases in moved.items())]
+    statements += [*modules, *(_of_names(package, aliases) for package, aliases in moved.items())]
     return Plan(tuple(statements), findings=tuple(findings))
 
 
-def found(line: int, what: str, reason: Reason) -> Finding:
-    return Finding(line, what, reason.why, reason.page)
+def finding(line: int, written: str, reason: Reason) -> Finding:
+    return Finding(line, written, reason.why, reason.page)
 
 
 def needed_torch(imports: Iterator[Statement]) -> bool:
-    """Whether none of these statements binds `torch` otherwise than by torch.distributed."""
+    """True when none of these statements binds `torch` otherwise than by torch.distributed."""
     plain = (alias for node in imports if isinstance(node, ast.Import) for alias in node.names)
     return not any(
         alias.name.partition(".")[0] == "torch" and alias.asname is None and not is_within(alias.name)
@@ -105,8 +105,8 @@ def needed_torch(imports: Iterator[Statement]) -> bool:
     )
 
 
-def _of_module(ours: str, bound: str) -> str:
-    parent, _, last = ours.rpartition(".")
+def _of_module(package: str, bound: str) -> str:
+    parent, _, last = package.rpartition(".")
     first = f"from {parent} import {last}" if parent else f"import {last}"
     return first if bound == last else f"{first} as {bound}"
 

@@ -1,4 +1,4 @@
-"""What a dotted name of torch's is here. Our packages' names are read from their source: some would load torch."""
+"""Translates dotted names of torch's to ours. Our packages' names are read from their source: some would load torch."""
 
 from __future__ import annotations
 
@@ -44,12 +44,14 @@ def meaning(dotted: str) -> Meaning:
         if module in LEFT:
             return Meaning(num_parts, left=LEFT[module])
         if module in MODULES:
-            ours, rest = MODULES[module], parts[num_parts:]
+            package, rest = MODULES[module], parts[num_parts:]
             if not rest:
-                return Meaning(num_parts, ours)
+                return Meaning(num_parts, package)
             if f"{module}.{rest[0]}" in STAYING_NAMES:
                 return Meaning(num_parts)
-            return Meaning(num_parts, ours, rest[0], None if rest[0] in names_of(ours) else _absent(ours, rest[0]))
+            return Meaning(
+                num_parts, package, rest[0], None if rest[0] in names_of(package) else _absent(package, rest[0])
+            )
     raise AssertionError(dotted)
 
 
@@ -60,9 +62,9 @@ def left_of_ours(dotted: str) -> tuple[int, Reason] | None:
         return None
     if len(parts) > 1 and is_module(f"torch.distributed.{parts[1]}") and not _is_ours(parts[1]):
         # A part by torch's name, which did not move.
-        theirs = meaning(".".join(["torch.distributed", *parts[1:]]))
-        num_parts = theirs.num_parts - 1 + (theirs.name is not None)
-        return None if theirs.left is None else (num_parts, theirs.left)
+        part = meaning(".".join(["torch.distributed", *parts[1:]]))
+        num_parts = part.num_parts - 1 + (part.name is not None)
+        return None if part.left is None else (num_parts, part.left)
     for num_parts in range(len(parts) - 1, 0, -1):
         package, name = ".".join(parts[:num_parts]), parts[num_parts]
         if package in PAGES:
@@ -71,16 +73,16 @@ def left_of_ours(dotted: str) -> tuple[int, Reason] | None:
 
 
 def is_module(dotted: str) -> bool:
-    """Whether it is a module of torch.distributed's that we know; what a function of its name hides is none."""
-    package, _, name = dotted.rpartition(".")
-    ours = MODULES.get(package)
-    is_name = ours is not None and (name in names_of(ours) or (ours, name) in absent_names())
+    """True for a module of torch.distributed's that we know; what a function of its name hides is none."""
+    parent, _, name = dotted.rpartition(".")
+    package = MODULES.get(parent)
+    is_name = package is not None and (name in names_of(package) or (package, name) in absent_names())
     return not is_name and (dotted in MODULES or dotted in LEFT or dotted in STAYS)
 
 
 @cache
 def names_of(package: str) -> frozenset[str]:
-    """What one of our packages has: its `__all__`, or all that it imports where that is computed."""
+    """The names of one of our packages: its `__all__`, or all that it imports where that is computed."""
     tree = ast.parse(_ROOT.joinpath(*package.split("."), "__init__.py").read_text(encoding="utf-8"))
     imported: set[str] = set()
     listed: set[str] | None = None
@@ -98,12 +100,12 @@ def names_of(package: str) -> frozenset[str]:
 
 
 def _is_ours(name: str) -> bool:
-    return any((_ROOT / "disttrain" / one).exists() for one in (name, f"{name}.py"))
+    return any((_ROOT / "disttrain" / file).exists() for file in (name, f"{name}.py"))
 
 
-def _absent(ours: str, name: str) -> Reason:
-    why = absent_names().get((ours, name))
+def _absent(package: str, name: str) -> Reason:
+    why = absent_names().get((package, name))
     public = name.lstrip("_")
     if why is None and name != public:
-        why = f"{ours} has {public}" if public in names_of(ours) else "A private name of torch's"
-    return Reason(why or f"{ours} has no such name", PAGES[ours])
+        why = f"{package} has {public}" if public in names_of(package) else "A private name of torch's"
+    return Reason(why or f"{package} has no such name", PAGES[package])

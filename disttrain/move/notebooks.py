@@ -43,7 +43,7 @@ def move_notebook(text: str) -> Moved:
     cells = list(_code_cells(book))
     program = f"\n{_CELL}\n".join(_masked(cell.code) for cell in cells)
     moved = move_source(program)
-    if any(one.what == "the file" for one in moved.findings):
+    if any(finding.what == "the file" for finding in moved.findings):
         return _told(text)
     findings = _placed(moved.findings, program, text)
     parts = moved.text.split(f"\n{_CELL}\n")
@@ -52,10 +52,10 @@ def move_notebook(text: str) -> Moved:
         if code != cell.code:
             cell.set(code)
     after = json.dumps(book, **form) + end if moved.text != program else text
-    commands = [one for one in told_commands(text) if not one.what.startswith("torch.distributed")]
-    told = _placed(moved.told, moved.text, after)
-    later = [one for one in told_commands(after) if not one.what.startswith("torch.distributed")]
-    return Moved(after, tuple(sorted({*findings, *commands})), tuple(sorted({*told, *later})))
+    commands = [command for command in told_commands(text) if not command.what.startswith("torch.distributed")]
+    left = _placed(moved.told, moved.text, after)
+    later = [command for command in told_commands(after) if not command.what.startswith("torch.distributed")]
+    return Moved(after, tuple(sorted({*findings, *commands})), tuple(sorted({*left, *later})))
 
 
 def _told(text: str) -> Moved:
@@ -103,9 +103,9 @@ def _placed(findings: tuple[Finding, ...], program: str, text: str) -> Iterator[
     rows, at, lines = program.split("\n"), 0, {}
     for number, row in enumerate(rows, 1):
         written = json.dumps(_MASKED.sub(r"\1", row), ensure_ascii=False)[1:-1]
-        found = text.find(written, at) if written.strip() and row != _CELL else -1
-        if found >= 0:
-            at = found + len(written)
+        start = text.find(written, at) if written.strip() and row != _CELL else -1
+        if start >= 0:
+            at = start + len(written)
         lines[number] = text.count("\n", 0, at) + 1
-    for one in findings:
-        yield Finding(lines[one.line], one.what, one.why, one.page)
+    for finding in findings:
+        yield Finding(lines[finding.line], finding.what, finding.why, finding.page)

@@ -12,7 +12,7 @@ from disttrain.move.calls import told_calls
 from disttrain.move.edits import Edit, Text, applied
 from disttrain.move.findings import Finding, Reason
 from disttrain.move.groups import edits_of
-from disttrain.move.imports import Kept, found, needed_torch, plan_import
+from disttrain.move.imports import KeptUses, finding, needed_torch, plan_import
 from disttrain.move.names import left_of_ours, meaning
 from disttrain.move.uses import Functions, Imported, Use, Uses, is_within
 
@@ -65,22 +65,22 @@ class _Mover:
                 keeps |= self._move_use(use)
             elif (left := left_of_ours(use.dotted)) is not None:  # moved before
                 named = use.prefix(left[0])
-                self.findings.append(found(named.lineno, ast.unparse(named), left[1]))
+                self.findings.append(finding(named.lineno, ast.unparse(named), left[1]))
         other = any(not is_within(use.dotted) and use.root == "torch" for use in self.uses.uses)
-        kept = Kept(keeps, other and needed_torch(one.node for one in self.uses.imports))
-        for one in self.uses.imports:
-            self._move_import(one, kept)
+        kept_uses = KeptUses(keeps, other and needed_torch(statement.node for statement in self.uses.imports))
+        for statement in self.uses.imports:
+            self._move_import(statement, kept_uses)
         self.findings += told_calls(self.tree, self.uses.dotted)
         for call in self.uses.calls:
             edits = list(edits_of(call.node, call.dotted, self.text))
             self.edits += edits
             self.needing["disttrain"] += [call.functions] * bool(edits)
         self._import("disttrain", self.bound)
-        self._import("torch", [one for one in self.uses.imports if _binds_torch(one)])
+        self._import("torch", [statement for statement in self.uses.imports if _binds_torch(statement)])
         for node, value in self.uses.strings:
             self._tell_string(node, value)
         findings = sorted(set(self.findings))
-        told = [replace(one, line=one.line + self.text.num_new_lines(one.line, self.edits)) for one in findings]
+        told = (replace(each, line=each.line + self.text.num_new_lines(each.line, self.edits)) for each in findings)
         return Moved(applied(self.text.text, self.edits), tuple(findings), tuple(told))
 
     def _move_use(self, use: Use) -> bool:
@@ -91,7 +91,7 @@ class _Mover:
         prefix = use.prefix(means.num_parts)
         if means.left is not None:
             written = use.nodes[min(use.nodes.index(prefix) + (means.name is not None), len(use.nodes) - 1)]
-            self.findings.append(found(written.lineno, ast.unparse(written), means.left))
+            self.findings.append(finding(written.lineno, ast.unparse(written), means.left))
         elif means.ours is None and root is not None:
             self.edits.append(Edit(*self.text.span(use.nodes[0]), use.bound))
             self.needing["torch"].append(use.functions)
@@ -109,21 +109,21 @@ class _Mover:
             self.edits.append(Edit(*self.text.span(prefix), new))
         return False
 
-    def _move_import(self, one: Imported, kept: Kept) -> None:
-        plan = plan_import(one.node, kept)
+    def _move_import(self, statement: Imported, uses: KeptUses) -> None:
+        plan = plan_import(statement.node, uses)
         self.findings += plan.findings
         if plan.module is not None:
-            start, _ = self.text.span(one.node)
-            named = re.match(r"from\s+(?:\\\s+)?([\w.]+)", self.text.of(one.node))
+            start, _ = self.text.span(statement.node)
+            named = re.match(r"from\s+(?:\\\s+)?([\w.]+)", self.text.of(statement.node))
             assert named is not None
             self.edits.append(Edit(start + named.start(1), start + named.end(1), plan.module))
-        elif plan.statements and one.node in self.tree.body and self.at_top.issuperset(plan.statements):
-            self.edits.append(Edit(*self.text.whole_line(one.node), ""))
+        elif plan.statements and statement.node in self.tree.body and self.at_top.issuperset(plan.statements):
+            self.edits.append(Edit(*self.text.whole_line(statement.node), ""))
         elif plan.statements:
-            self.at_top |= set(plan.statements) if one.node in self.tree.body else set()
-            self.edits.append(Edit(*self.text.span(one.node), self._written(one.node, plan.statements)))
-        if "import disttrain" in plan.statements or ast.unparse(one.node) == "import disttrain":
-            self.bound.append(one)
+            self.at_top |= set(plan.statements) if statement.node in self.tree.body else set()
+            self.edits.append(Edit(*self.text.span(statement.node), self._written(statement.node, plan.statements)))
+        if "import disttrain" in plan.statements or ast.unparse(statement.node) == "import disttrain":
+            self.bound.append(statement)
 
     def _written(self, node: ast.stmt, statements: tuple[str, ...]) -> str:
         """One to a line, where the old one had its line alone; comments within it come behind the last."""
@@ -132,14 +132,14 @@ class _Mover:
         if indent.strip() or self.text.text[end:].lstrip(" \t").startswith(";"):
             return "; ".join(statements)
         line_end = self.text.line_end()
-        lines = [_wrapped(one, indent, line_end) for one in statements]
+        lines = [_wrapped(statement, indent, line_end) for statement in statements]
         comments = _comments(self.text.of(node))
         return f"{line_end}{indent}".join(lines) + ("  " + "  ".join(comments) if comments else "")
 
     def _import(self, name: str, bound: list[Imported]) -> None:
         """At the top, where uses need it that lie in no function that has it; `bound`: the statements that bind it."""
-        where = {id(one.functions[-1]) if one.functions else None for one in bound}
-        top = any(one.node in self.tree.body for one in bound)
+        where = {id(each.functions[-1]) if each.functions else None for each in bound}
+        top = any(each.node in self.tree.body for each in bound)
         if top or all(any(id(function) in where for function in functions) for functions in self.needing[name]):
             return
         start = self.text.place(_first_line(self.tree), 0)
@@ -148,21 +148,21 @@ class _Mover:
     def _tell_string(self, node: ast.Constant, value: str) -> None:
         for match in _IN_STRINGS.finditer(value):
             line = node.lineno + value[: match.start()].count("\n")
-            self.findings.append(found(min(line, node.end_lineno or line), f'"{match[0]}"', _STRING))
+            self.findings.append(finding(min(line, node.end_lineno or line), f'"{match[0]}"', _STRING))
 
 
-def _binds_torch(one: Imported) -> bool:
-    plain = one.node.names if isinstance(one.node, ast.Import) else []
+def _binds_torch(statement: Imported) -> bool:
+    plain = statement.node.names if isinstance(statement.node, ast.Import) else []
     return any(alias.asname is None and alias.name.partition(".")[0] == "torch" for alias in plain)
 
 
 def _first_line(tree: ast.Module) -> int:
     """Of the first statement behind the docstring and what is imported from the future."""
-    for place, node in enumerate(tree.body):
-        is_docstring = place == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    for index, node in enumerate(tree.body):
+        is_docstring = index == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if not is_docstring and getattr(node, "module", None) != "__future__":
             decorators: list[ast.expr] = getattr(node, "decorator_list", [])
-            return min([node.lineno, *(one.lineno for one in decorators)])
+            return min([node.lineno, *(decorator.lineno for decorator in decorators)])
     raise AssertionError
 
 

@@ -56,10 +56,10 @@ class Change:
 
 def changes(path: Path) -> Iterator[Change]:
     """Of a file, or of all below a folder, in order; hidden folders and environments are passed over."""
-    for one in [path] if path.is_file() else _files(path):
-        suffix = one.suffix or _of_first_line(one)
-        if suffix in _PYTHON or suffix == _NOTEBOOK or suffix in _COMMANDS or one.name.startswith(_NAMED):
-            yield _change(one, suffix)
+    for file in [path] if path.is_file() else _files(path):
+        suffix = file.suffix or _of_first_line(file)
+        if suffix in _PYTHON or suffix == _NOTEBOOK or suffix in _COMMANDS or file.name.startswith(_NAMED):
+            yield _change(file, suffix)
 
 
 def _of_first_line(path: Path) -> str:
@@ -76,9 +76,8 @@ def _change(path: Path, suffix: str) -> Change:
         encoding = tokenize.detect_encoding(io.BytesIO(content).readline)[0] if is_python else "utf-8"
         text = content.decode(encoding)
     except (SyntaxError, UnicodeDecodeError) as error:
-        unread = Finding(1, "the file", f"It cannot be read: {error}", _UNREAD)
-        told = (unread,) if b"torch" in content else ()
-        return Change(path, "", "", "utf-8", told, told)
+        unread = (Finding(1, "the file", f"It cannot be read: {error}", _UNREAD),) if b"torch" in content else ()
+        return Change(path, "", "", "utf-8", unread, unread)
     if suffix == _NOTEBOOK:
         moved = move_notebook(text)
         return Change(path, text, moved.text, encoding, moved.findings, moved.told)
@@ -91,9 +90,9 @@ def _change(path: Path, suffix: str) -> Change:
 
 def _files(folder: Path) -> Iterator[Path]:
     for name, folders, files in os.walk(folder):
-        here = Path(name)
-        folders[:] = sorted(one for one in folders if _is_source(here / one))
-        yield from (here / one for one in sorted(files) if not (here / one).is_symlink())
+        parent = Path(name)
+        folders[:] = sorted(child for child in folders if _is_source(parent / child))
+        yield from (parent / file for file in sorted(files) if not (parent / file).is_symlink())
 
 
 def _is_source(folder: Path) -> bool:

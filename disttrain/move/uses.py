@@ -1,4 +1,4 @@
-"""Where a file imports torch's modules, and where it asks them for names. Names that functions bind anew are theirs."""
+"""Finds a file's imports of torch's modules, and uses of their names. Names that functions bind anew are theirs."""
 
 from __future__ import annotations
 
@@ -121,16 +121,16 @@ class Uses(ast.NodeVisitor):
     def _enter(self, node: Function) -> None:
         # Decorators, defaults and annotations are the outer scope's.
         arguments = node.args
-        outer = [*arguments.defaults, *(one for one in arguments.kw_defaults if one is not None)]
-        outer += [one.annotation for one in _arguments(arguments) if one.annotation is not None]
+        outer = [*arguments.defaults, *(default for default in arguments.kw_defaults if default is not None)]
+        outer += [argument.annotation for argument in _arguments(arguments) if argument.annotation is not None]
         body: list[ast.AST] = [node.body] if isinstance(node, ast.Lambda) else list(node.body)
         if not isinstance(node, ast.Lambda):
             outer += [*node.decorator_list, *([node.returns] if node.returns is not None else [])]
-        for one in outer:
-            self.visit(one)
+        for expression in outer:
+            self.visit(expression)
         before = self._functions, self._shadowed
-        own, imported = _own_names(node)
-        self._functions, self._shadowed = (*self._functions, node), (self._shadowed - imported) | (own - imported)
+        names, imported = _bound_names(node)
+        self._functions, self._shadowed = (*self._functions, node), (self._shadowed - imported) | (names - imported)
         for each in body:
             self.visit(each)
         self._functions, self._shadowed = before
@@ -153,8 +153,8 @@ def bound_modules(node: Statement) -> Iterator[tuple[str, str]]:
 
 
 def _imported_names(tree: ast.Module) -> dict[str, str]:
-    """What is imported from torch.distributed, its parts, and ours, under names that nothing else is bound to."""
-    found: dict[str, str] = {}
+    """Names imported from torch.distributed, its parts, and ours, that nothing else is bound to."""
+    imported: dict[str, str] = {}
     others = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     others |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
     for node in _imports(tree):
@@ -162,10 +162,10 @@ def _imported_names(tree: ast.Module) -> dict[str, str]:
             name, module = alias.asname or alias.name, getattr(node, "module", None) or ""
             is_known = isinstance(node, ast.ImportFrom) and not node.level and (is_within(module) or module in PAGES)
             dotted = f"{module}.{alias.name}"
-            if not is_known or found.get(name, dotted) != dotted:
+            if not is_known or imported.get(name, dotted) != dotted:
                 others.add(name)
-            found[name] = dotted
-    return {name: dotted for name, dotted in found.items() if name not in others and not dotted.endswith("*")}
+            imported[name] = dotted
+    return {name: dotted for name, dotted in imported.items() if name not in others and not dotted.endswith("*")}
 
 
 def _bound(node: Statement) -> Iterator[tuple[str, str]]:
@@ -180,7 +180,7 @@ def _bound(node: Statement) -> Iterator[tuple[str, str]]:
 
 
 def is_within(dotted: str) -> bool:
-    """Whether it is torch.distributed, or of it."""
+    """True for torch.distributed, and what is of it."""
     return f"{dotted}.".startswith(f"{ROOT}.")
 
 
@@ -190,22 +190,22 @@ def _imports(tree: ast.Module) -> Iterator[Statement]:
 
 def _arguments(arguments: ast.arguments) -> list[ast.arg]:
     named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-    return [*named, *(one for one in (arguments.vararg, arguments.kwarg) if one is not None)]
+    return [*named, *(argument for argument in (arguments.vararg, arguments.kwarg) if argument is not None)]
 
 
-def _own_names(function: Function) -> tuple[frozenset[str], frozenset[str]]:
-    """What a function binds itself, by whatever means, and what of it by imports; functions within it are apart."""
-    own = {one.arg for one in _arguments(function.args)}
+def _bound_names(function: Function) -> tuple[frozenset[str], frozenset[str]]:
+    """The names that a function binds, by whatever means, and those by imports; functions within it are apart."""
+    names = {argument.arg for argument in _arguments(function.args)}
     imported: set[str] = set()
     to_see: list[ast.AST] = [function.body] if isinstance(function, ast.Lambda) else list(function.body)
     while to_see:
         node = to_see.pop()
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            own.add(node.id)
+            names.add(node.id)
         elif isinstance(node, Statement):
             imported |= {name for name, _ in bound_modules(node)}
         elif isinstance(node, ast.Global | ast.Nonlocal):
             imported |= set(node.names)
         if not isinstance(node, Function | ast.ClassDef):
             to_see += ast.iter_child_nodes(node)
-    return frozenset(own), frozenset(imported)
+    return frozenset(names), frozenset(imported)

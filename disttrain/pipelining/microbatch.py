@@ -117,8 +117,8 @@ def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:
         flat.append(paths)
     specs = _spread(_MERGE, "output", chunks[0], spec)
     merged = [
-        _merged(f"output{values[0][0]}", [value for _, value in values], leaf_spec)
-        for values, leaf_spec in zip(zip(*flat, strict=True), specs, strict=True)
+        _merged(f"output{values[0][0]}", [value for _, value in values], each)
+        for values, each in zip(zip(*flat, strict=True), specs, strict=True)
     ]
     return unflatten(merged, structure)
 

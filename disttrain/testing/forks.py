@@ -46,11 +46,11 @@ class RankParent:
         self.log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 -- closed by close
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._socket, theirs = socket.socketpair()
+        self._socket, worker_end = socket.socketpair()
         self._socket.settimeout(_ANSWER_S)
         path = os.pathsep.join(path for path in sys.path if path)
-        with theirs:
-            self._process = self._start(theirs, {**environment(), "OMP_NUM_THREADS": "1", "PYTHONPATH": path})
+        with worker_end:
+            self._process = self._start(worker_end, {**environment(), "OMP_NUM_THREADS": "1", "PYTHONPATH": path})
 
     def _start(self, requests: socket.socket, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
         """Its process, which has our socket's other end as standard input."""
@@ -161,7 +161,7 @@ class Worker:
 
 
 def tail(log: IO[bytes], num_bytes: int = 4000) -> str:
-    """What was last written to it, but for the list of modules with which faulthandler ends: that may be longer."""
+    """The end of what was written to it, without faulthandler's list of modules, which may be longer than all else."""
     log.seek(0, os.SEEK_END)
     log.seek(max(0, log.tell() - _MODULES_BYTES - num_bytes))
     said = log.read().decode(errors="replace")

@@ -207,7 +207,7 @@ class RankPool:
         return answers
 
     def _last_words(self, gone: list[int], hanging: list[int]) -> str:
-        """What ranks did that have gone, and what those do that hang, by faulthandler."""
+        """The last output of ranks that have gone, and the stacks of those that hang, by faulthandler."""
         for rank in hanging:
             self._ranks[rank].worker.dump_stacks()
         if hanging:

@@ -79,7 +79,7 @@ def _drop_pending_gradients(first_node: torch.Tensor) -> None:
 
 
 def _this_core() -> set[int] | None:
-    """Where the system has just put this thread: of all cores, likely one that is free. None where it does not tell."""
+    """The core on which the system has just put this thread, likely a free one. None where the system does not tell."""
     try:
         _, _, fields = Path("/proc/thread-self/stat").read_text().rpartition(")")
     except OSError:

@@ -79,21 +79,21 @@ def _doctor(argv: Sequence[str]) -> int:
     of_doctor = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     of_doctor.add_argument("--json", action="store_true")
     of_doctor.add_argument("--links", metavar="FILE")
-    asked, flags = of_doctor.parse_known_args(argv)
-    own = ["--json"] * asked.json + (["--links", asked.links] if asked.links else [])
+    options, flags = of_doctor.parse_known_args(argv)
+    doctor_flags = ["--json"] * options.json + (["--links", options.links] if options.links else [])
     args = parse(flags, environ)
     if args.script is not None:
         raise LaunchError(f"{OPERATION} doctor", f"it takes no script, and was given {args.script}.", "Leave it out.")
-    args.script, args.script_args, args.module = "disttrain.doctor", own, True
+    args.script, args.script_args, args.module = "disttrain.doctor", doctor_flags, True
     if "nproc_per_node" not in args.given and num_gpus(environ):
         args.nproc_per_node = "gpu"
     return _start(args, environ, has_prefixes=False)
 
 
 def _start(args: argparse.Namespace, environ: Mapping[str, str], *, has_prefixes: bool = True) -> int:
-    args, found = placed(args, environ)
-    if found:
-        print(f"{OPERATION}: {found}", file=sys.stderr, flush=True)
+    args, note = placed(args, environ)
+    if note:
+        print(f"{OPERATION}: {note}", file=sys.stderr, flush=True)
     spec = job_spec(args, environ)
     # Only now: the help must not wait for the store's and the event loop's modules.
     from disttrain_launch.launch import run

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import partial
 from pathlib import Path
 
-from disttrain import settings
+from disttrain import __version__, settings
 from disttrain.errors import DisttrainError, LaunchError, StoreAddressError
 from disttrain.store import (
     HashStore,
@@ -27,7 +27,6 @@ from disttrain.store import (
     write_token,
 )
 from disttrain.store.standby.elector import Elector
-from disttrain.version import __version__
 from disttrain_launch.output.event_log import EventLog
 from disttrain_launch.output.events import Record, cause_of
 from disttrain_launch.output.report import ending
@@ -167,12 +166,12 @@ def _story(
         return "", {}
     from disttrain_launch.output.dump_story import story  # see there: a start does not wait for it
 
-    told = story(dumps, own_folder, outcome, spec, started_s)
-    return told.text, told.facts
+    report = story(dumps, own_folder, outcome, spec, started_s)
+    return report.text, report.facts
 
 
 def _keep_rings(environ: Mapping[str, str]) -> None:
-    """What workers have left of their rings, where the agent was killed, and nobody knows the round."""
+    """Keeps the rings that workers left, where the agent was killed and nobody knows the round."""
     if (rings := ring_folder(environ)).is_dir():
         from disttrain.flight_recorder.dumps.orphaned_rings import (
             collect_linked,  # only the warden of a killed agent needs it
@@ -314,7 +313,7 @@ def _node(spec: JobSpec, agent: str, host: str) -> Node:
 
 
 def _about(spec: JobSpec, node: Node) -> dict[str, str | int]:
-    """What the event log says of the job: not its arguments, since there may be secrets in them."""
+    """The job's facts for the event log: not its arguments, since there may be secrets in them."""
     return {
         "job": spec.run_id,
         "version": node.version,
@@ -340,7 +339,7 @@ def _hold_standard_fds() -> None:
 
 
 def _sayer(spec: JobSpec) -> Say:
-    """How the launcher tells what is no failure."""
+    """The function by which the launcher tells what is no failure."""
     return (lambda text: None) if spec.logs.is_quiet else _say
 
 

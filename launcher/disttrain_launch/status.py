@@ -80,17 +80,17 @@ def _looks(options: argparse.Namespace) -> Iterator[list[Sight]]:
 
 
 def _all_here(stores: dict[Address, PrefixStore]) -> list[Sight]:
-    found: dict[str, Sight] = {}
+    sights: dict[str, Sight] = {}
     for address in addresses_here():
-        if address.endpoint in found:
+        if address.endpoint in sights:
             continue
         try:
             sight = _look(stores, address)
         except StoreError:
             continue  # What is there is not the job of this note.
         if sight is not None:
-            found[address.endpoint] = sight
-    return [*found.values()]
+            sights[address.endpoint] = sight
+    return [*sights.values()]
 
 
 def _given(options: argparse.Namespace) -> Address:
@@ -113,7 +113,7 @@ def _look(stores: dict[Address, PrefixStore], address: Address) -> Sight | None:
 
 
 class _Shown:
-    """Where the sights go: JSON, plain lines, or on a terminal a table that is drawn over itself."""
+    """Shows views as JSON, as plain lines, or on a terminal as a table that is drawn over itself."""
 
     def __init__(self, *, is_json: bool) -> None:
         self._is_json = is_json
@@ -136,7 +136,7 @@ class _Shown:
             self._screen.show_table(lines)
 
     def end(self) -> None:
-        """What stands there stays; the next line is below it."""
+        """Leaves what is shown on the screen; the next line is below it."""
         if self._screen is not None:
             self._screen.outlet.put(b"\n")
             self._screen.outlet.flush(None)

@@ -90,6 +90,39 @@ def test_coalesced_reductions_are_one_of_the_transports(op: str) -> None:
     assert [tensor.tolist() for tensor in tensors] == [[expected[0]] * size, [expected[1]] * 3]
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("op", ["SUM", "AVG", "MIN", "MAX", "PRODUCT"])
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_autograd_does_not_see_what_collectives_write(op: str, dtype: str, is_leaf: bool) -> None:
+    """Neither in parameters, which it would refuse, nor in what is computed of them, whose gradients would change."""
+    _, size = place()
+    reduction = getattr(ReduceOp, op)
+
+    def number(*, num: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+        leaf = torch.ones(num, dtype=getattr(torch, dtype)).requires_grad_()
+        return leaf, leaf if is_leaf else leaf * 2
+
+    for collective in (
+        lambda one, _: disttrain.all_reduce(one, reduction),
+        lambda one, _: disttrain.all_reduce_coalesced([one], reduction),
+        lambda one, _: disttrain.reduce(one, 0, reduction),
+        lambda one, parts: disttrain.reduce_scatter(parts[0], list(one.chunk(size)), reduction),
+        lambda one, parts: disttrain.reduce_scatter_tensor(parts[0], one, reduction),
+        lambda one, parts: disttrain.all_gather(parts, one[:2]),
+        lambda one, parts: disttrain.all_gather_into_tensor(one, parts[0]),
+        lambda one, parts: disttrain.all_to_all(parts, list(one.chunk(size))),
+        lambda one, _: disttrain.broadcast(one, 0),
+    ):
+        leaf, written = number()
+        pieces = [number(num=2) for _ in range(size)]
+        collective(written, [piece for _, piece in pieces])
+        for source, result in [(leaf, written), *pieces]:
+            result.sum().backward()
+            assert source.grad is not None
+            assert source.grad.tolist() == [1.0 if is_leaf else 2.0] * len(source)
+
+
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("dtype", EVERY_DTYPE)
 def test_what_only_moves_data_takes_every_dtype(dtype: str) -> None:

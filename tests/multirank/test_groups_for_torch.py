@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -11,13 +12,16 @@ from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.nn.functional import all_reduce
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import disttrain
 from disttrain import tp
 from disttrain.store import PrefixStore
 from disttrain.testing.pytest_plugin import on_ranks
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, by which torch makes some optimizers
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
 
 def registered(name: str) -> tuple[int, int]:

@@ -9,11 +9,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-
 PAGE = Path(__file__).parents[2] / "docs" / "differences.md"
-of_torch_213 = pytest.mark.skipif(torch.__version__ < "2.13", reason="the page names what torch 2.13 has")
+Alike = Callable[[inspect.Parameter, inspect.Parameter], bool]
 
 
 def section(title: str) -> str:
@@ -50,12 +47,12 @@ def missing_arguments(
     name: str,
     theirs: Any,
     ours: Any,
-    alike: Callable[[inspect.Parameter, inspect.Parameter], bool] = same_default,
+    alike: Alike = same_default,
 ) -> set[str]:
     """Arguments of `theirs`, as "name(argument)", that `ours` has not, or has unlike them."""
-    found = parameters(ours)
+    taken = parameters(ours)
     return {
         f"{name}({argument})"
         for argument, parameter in parameters(theirs).items()
-        if argument not in ("args", "kwargs") and (argument not in found or not alike(parameter, found[argument]))
+        if argument not in ("args", "kwargs") and (argument not in taken or not alike(parameter, taken[argument]))
     }

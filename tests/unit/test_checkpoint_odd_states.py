@@ -7,8 +7,9 @@ import os
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -42,6 +43,40 @@ def test_empty_containers_come_back(tmp_path: Path) -> None:
     assert other["list"] == []
     with pytest.raises(CheckpointError, match=r"the save lacks empty/x; the state lacks empty"):
         load({**state, "empty": {"x": 1}}, tmp_path / "save")
+
+
+class Position(NamedTuple):
+    epoch: int
+    offset: torch.Tensor
+
+
+def test_named_tuples_come_back_into_a_state_that_has_them(tmp_path: Path) -> None:
+    """And the state of a generator of numpy, whose numbers have 128 bits."""
+    generator = np.random.default_rng(0)
+    state = {
+        "w": torch.ones(2),
+        "at": Position(3, torch.ones(1)),
+        "in": {"list": [Position(4, torch.ones(1)), 5]},
+        "plain": (1, (2, 3)),
+        "generator": generator.bit_generator.state,
+    }
+    save(state, tmp_path / "save")
+    numbers = generator.random(3)
+    other = {
+        "w": torch.zeros(2),
+        "at": Position(0, torch.zeros(1)),
+        "in": {"list": [Position(0, torch.zeros(1)), 0]},
+        "plain": (0, (0, 0)),
+        "generator": np.random.default_rng(7).bit_generator.state,
+    }
+    load(other, tmp_path / "save")
+    assert isinstance(other["at"], Position)
+    assert (other["at"].epoch, other["at"].offset.tolist()) == (3, [1.0])
+    assert isinstance(other["in"], dict)
+    assert [type(item) for item in other["in"]["list"]] == [Position, int]
+    assert other["plain"] == (1, (2, 3))
+    generator.bit_generator.state = other["generator"]
+    assert generator.random(3).tolist() == numbers.tolist()
 
 
 def test_what_old_saves_have_no_place_for_is_not_missed(tmp_path: Path) -> None:

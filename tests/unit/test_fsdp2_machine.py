@@ -106,7 +106,7 @@ def assert_sharded(units: list[Unit]) -> None:
         assert not group.facts.is_shown
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_each_step_gathers_what_it_uses_and_reduces_each_gradient_once(data: st.DataObject) -> None:
     model, top, units = random_model(data.draw)
@@ -124,7 +124,7 @@ def test_each_step_gathers_what_it_uses_and_reduces_each_gradient_once(data: st.
         assert rank.num_under_way == 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_without_gradients_nothing_stays(data: st.DataObject) -> None:
     model, top, units = random_model(data.draw)
@@ -136,7 +136,7 @@ def test_without_gradients_nothing_stays(data: st.DataObject) -> None:
     assert step.rank.num_reduced == 0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_what_the_user_keeps_stays_until_it_is_released_or_its_backward_ends(data: st.DataObject) -> None:
     model, top, units = random_model(data.draw)
@@ -155,7 +155,7 @@ def test_what_the_user_keeps_stays_until_it_is_released_or_its_backward_ends(dat
     assert_sharded(units)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_after_a_failure_the_next_step_is_as_any_other(data: st.DataObject) -> None:
     """Whichever command fails, in whichever of a step's events."""
@@ -182,7 +182,7 @@ def test_after_a_failure_the_next_step_is_as_any_other(data: st.DataObject) -> N
     assert rank.num_reduced == step.num_grads
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_a_schedule_alone_decides(data: st.DataObject) -> None:
     model, _, units = random_model(data.draw)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from disttrain.errors import ScheduleError
-from disttrain.pipelining import Costs, Link, Timeline, Wiring, from_csv, lower, make_schedule, peaks, simulate
+from disttrain.pipelining import Costs, Link, Timeline, Wiring, from_csv, lower, make_schedule, peaks, simulate, verify
 
 CHAIN = "0F0,0F1\n1F0,1F1\n"
 
@@ -145,3 +145,18 @@ def test_nothing_to_do_takes_no_time() -> None:
 def test_costs_that_cannot_be(wrong: Callable[[], object], answer: str) -> None:
     with pytest.raises(ScheduleError, match=re.escape(answer)):
         wrong()
+
+
+def test_transfers_that_start_at_once_are_in_the_order_of_ranks() -> None:
+    """However the play goes round the ranks."""
+    transfers = simulate(make_schedule("1F1B", 4, 8)).transfers
+    order = [(transfer.start_s, transfer.from_rank, transfer.to_rank) for transfer in transfers]
+    assert order == sorted(order)
+    assert len({start_s for start_s, _, _ in order}) < len(order)
+
+
+@pytest.mark.parametrize("name", ["V-Half", "V-Min"])
+def test_a_block_may_keep_more_than_its_bound_where_it_has_no_weight_to_run(name: str) -> None:
+    """A rank that waited for room would wait for ever: gradients come back only to what has gone forward."""
+    for num_ranks, num_microbatches in ((1, 1), (2, 9), (5, 3), (8, 17)):
+        verify(make_schedule(name, num_ranks, num_microbatches))

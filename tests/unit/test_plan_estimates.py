@@ -20,7 +20,7 @@ from disttrain.pipelining import Costs, make_schedule, peaks, simulate
 from disttrain.plan import HARDWARE, PRESETS, Choice, Job, LlamaSizes, MeshSizes, memory_of, plan_of, traffic_of
 from disttrain.plan.model.activations import kept_of
 from disttrain.plan.model.memory import profiles
-from disttrain.plan.model.parts import StageParts, elements_of, stages_of
+from disttrain.plan.model.parts import StageParts, elements_of, parts_of_ranks, stages_of
 from disttrain.plan.sharding import step
 from disttrain.plan.sharding.step import step_of
 from disttrain.plan.sharding.transfers import Sharding
@@ -262,6 +262,19 @@ def test_a_pipeline_keeps_what_its_schedule_keeps(name: str) -> None:
     truth = [peak.num_bytes for peak in peaks(schedule, costs)]
     found = [max(7 * live + 5 * pending for live, pending, _ in one) for one in profiles(name, 4, 16, blocks)]
     assert found == truth
+
+
+@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "V-Half"])
+def test_a_schedule_gathers_and_reduces_once(name: str) -> None:
+    """However many microbatches there are: all of a rank's parameters there, and all gradients back."""
+    mesh = MeshSizes(pp=4, replicate=2, dp=8)
+    few, many = (traffic_of(BIG, Choice(mesh, 1, num, name)) for num in (8, 16))
+    by_axis = {one.axis: one for one in many}
+    assert [one for one in few if one.axis != "pp"] == [one for one in many if one.axis != "pp"]
+    stages = parts_of_ranks(BIG, Choice(mesh, 1, 16, name))
+    most = max(sum(elements_of(BIG.sizes, 1).of(stage, is_tied=False) for stage in of_rank) for of_rank in stages)
+    assert by_axis["dp"].sent_bytes == pytest.approx(most * (2 + 4) * 7 / 8, rel=1e-3)
+    assert by_axis["replicate"].sent_bytes == pytest.approx(2 * most / 8 * 4 / 2, rel=1e-3)
 
 
 def test_gpipe_keeps_all_microbatches() -> None:

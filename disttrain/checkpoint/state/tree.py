@@ -100,7 +100,7 @@ class Tree:
         """Set a leaf, in a place that there is or one that is open."""
         if name in self.places:
             parent, key = self.places[name]
-            parent[key] = value
+            parent[key] = _named_as(parent[key], value)
             return
         opening = self._opening_of(name)
         assert opening is not None
@@ -115,6 +115,19 @@ class Tree:
         while above and above not in self.openings:
             above = above.rpartition("/")[0]
         return above or None
+
+
+def _named_as(present: Any, value: Any) -> Any:
+    """`value` with the named tuples that are in `present`: a save knows them as tuples alone."""
+    kind = type(present)
+    if isinstance(present, tuple) and type(value) is tuple and len(present) == len(value):
+        items = map(_named_as, present, value)
+        return kind(*items) if hasattr(kind, "_fields") else tuple(items)
+    if kind is list and type(value) is list and len(present) == len(value):
+        return list(map(_named_as, present, value))
+    if isinstance(present, dict) and isinstance(value, dict) and present.keys() == value.keys():
+        value.update({key: _named_as(present[key], item) for key, item in value.items()})
+    return value
 
 
 def parts_of(name: str) -> list[str]:

@@ -81,20 +81,16 @@ def to_host(flat: torch.Tensor, receivers: Receivers, comm: Comm, *, is_pinned: 
 def _add(param: ShardedParam, grad: torch.Tensor, local: torch.Tensor) -> None:
     """Add to a gradient that a user has put there, which may lie in another way. Collective then."""
     spec: Spec = param.spec
-    grad_spec: Spec | None = getattr(grad, "_spec", None)
-    if grad_spec is None or grad_spec.shape != spec.shape or grad_spec.mesh != spec.mesh:
-        lies = (
-            "a plain tensor"
-            if grad_spec is None
-            else f"a DTensor of shape {tuple(grad_spec.shape)}, {grad_spec.layout}"
-        )
+    actual: Spec | None = getattr(grad, "_spec", None)
+    if actual is None or actual.shape != spec.shape or actual.mesh != spec.mesh:
+        lies = "a plain tensor" if actual is None else f"a DTensor of shape {tuple(actual.shape)}, {actual.layout}"
         raise ShardingError(
             "backward",
             f"the gradient of parameter {param.fqn}, which is to be added to, is {lies}.",
             f"Set it to a DTensor of shape {tuple(spec.shape)} that lies as {spec.layout}, or to None.",
             rank=spec.mesh.get_rank(),
         )
-    if grad_spec.layout == spec.layout:
+    if actual.layout == spec.layout:
         local_part(grad).add_(local)
     else:
         grad.add_(DTensor(local, spec))

@@ -42,9 +42,7 @@ Lent = Sequence[tuple[ForeignTensor, torch.Tensor]]
 
 def is_given(tensors: Sequence[torch.Tensor | None]) -> bool:
     """True for what is in modules' places for one call alone, not to stay."""
-    return (
-        any(tensor is not None and not isinstance(tensor, nn.Parameter) for tensor in tensors) or is_functional_call()
-    )
+    return any(each is not None and not isinstance(each, nn.Parameter) for each in tensors) or is_functional_call()
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,10 +74,8 @@ class _Swaps:
             for parameters, name, parameter in zip(self.parameters, self.names, new, strict=True):
                 parameters[name] = parameter
             return True
-        for parameters, name, present, was, parameter in zip(
-            self.parameters, self.names, current, old, new, strict=True
-        ):
-            if present is was:
+        for parameters, name, now, was, parameter in zip(self.parameters, self.names, current, old, new, strict=True):
+            if now is was:
                 parameters[name] = parameter
         return False
 

@@ -50,9 +50,7 @@ def _agreed(sharding: Sharding, costs: Costs, device: torch.device) -> Costs:
         message = torch.tensor(rates, dtype=torch.float64).to(device)
         for group in (sharding.replicate_group, sharding.shard_group):
             all_reduce(message, ReduceOp.MAX, group=group)
-    shard, replica = (
-        TransferCost(measured[0], 1 / measured[1]) if measured[1] else None for measured in message.tolist()
-    )
+    shard, replica = (TransferCost(rate[0], 1 / rate[1]) if rate[1] else None for rate in message.tolist())
     return shard, replica
 
 

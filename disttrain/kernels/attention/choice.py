@@ -1,12 +1,12 @@
 """Chooses the implementation of attention for a call: measured once for each shape, and told to the other ranks.
 
-Where several can serve, each runs a few times on the call's own tensors, forward and backward. That happens in a thread
-of its own, whose hooks, modes and gradients are none of the caller's: activation checkpointing must not hear of it. In
-a graph that is traced or captured, and within backward, nothing can be timed; then the rule decides, or what calls of
-the same kind have been measured to be served by.
+If several can serve, each runs a few times on the call's own tensors, forward and backward. It runs in a separate
+thread, so that the caller's hooks, modes and gradients are not involved: activation checkpointing must not see these
+calls. In a graph that is traced or captured, and within backward, nothing can be timed. There the rule decides, or the
+choice for earlier calls of the same kind.
 
-Of several ranks the first to measure a shape writes down what it found, and all go by that, so that the same numbers
-come of the same inputs on all (docs/decisions/022-the-first-rank-decides.md). No rank waits for another.
+The first rank that measures a shape writes its choice down, and all ranks use it, so that equal inputs give equal
+numbers on all (docs/decisions/022-the-first-rank-decides.md). No rank waits for another.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Attention of DTensors cut by sequences and by heads: each rank's parts, with the rules of its own.
+"""Attention of DTensors that are sharded along sequences and heads: each rank's parts, with the rules for these.
 
-Where a mesh axis cuts the queries' heads into more parts than there are heads of keys, keys stay whole along it, and a
-rank takes those heads that its queries need; their gradients add up.
+If a mesh axis cuts the queries' heads into more parts than there are heads of keys, keys are replicated along it. A
+rank then uses the heads that its queries need, and gradients of keys are partial sums.
 """
 
 from __future__ import annotations

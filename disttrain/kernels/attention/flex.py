@@ -1,7 +1,8 @@
-"""FlexAttention by rules: what of a rule a kernel is compiled with, and the blocks that it may skip.
+"""FlexAttention by rules: the functions that a kernel is compiled with, and the blocks that it may skip.
 
-Which blocks of queries see which blocks of keys follows from the masks' word on blocks: nothing of queries times keys
-is computed for it. It is kept for the next layers, of a few rules; kernels are compiled once for each kind of rule.
+The masks say for whole blocks which blocks of queries see which blocks of keys, so nothing of the size of queries times
+keys is computed for that. The result is cached for the next layers, for a few rules. Kernels are compiled once for each
+kind of rule.
 
 Source: Dong et al., "Flex Attention" (arXiv 2412.05496).
 """

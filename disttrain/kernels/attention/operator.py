@@ -1,4 +1,4 @@
-"""Attention by rules: one function, served by whichever implementation is fastest for the shape at hand.
+"""Attention by rules: one function, served by the implementation that is fastest for a shape.
 
 Source: Vaswani et al., "Attention Is All You Need" (arXiv 1706.03762); Ainslie et al., "GQA" (2305.13245).
 """

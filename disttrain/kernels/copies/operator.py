@@ -1,4 +1,4 @@
-"""Many tensors copied to others, in other dtypes, in one launch: what a communication packs, and gradients scaled.
+"""Copies many tensors to others, in other dtypes, in one launch: for packing communication and for scaled gradients.
 
 torch's own copy of a list of tensors from bf16 to fp32 reaches three quarters of the memory's speed on an H200.
 """

@@ -1,7 +1,7 @@
 """The loss of a linear layer as operators of a graph, and their gradient.
 
-For a sum the gradients come with it and wait for backward, which only multiplies them. For losses row by row, backward
-makes the logits again.
+For a sum, the forward also computes the gradients, and backward only multiplies them. For losses row by row, backward
+computes the logits again.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The loss of a linear layer's logits, and the gradients of its input and parameters, block by block of logits.
 
-A block of logits is made by one multiplication; their statistics and gradient are those of `cross_entropy_pieces`. For
-a sum of losses, the gradient of the logits follows at once, in the block's own memory, and two more multiplications add
-to the gradients, so that nothing is computed again for backward. Where the classes are cut into blocks too, each block
-is made twice: softmax needs all classes' sum before any gradient. To the statistics, a block of classes is what a
-rank's part is.
+One multiplication makes a block of logits; their statistics and gradient are those of `cross_entropy/pieces.py`. For a
+sum of losses, the gradient of the logits follows at once, in the block's own memory, and two more multiplications add
+to the gradients, so that nothing is computed again for backward. If the classes are cut into blocks too, each block is
+computed twice, since softmax needs the sum over all classes before any gradient. For the statistics, a block of classes
+is the same as a rank's part of the classes.
 
 Sources: Hsu et al., "Liger Kernel" (arXiv 2410.10989), for gradients within forward; Wijmans et al., "Cut Your Losses
 in Large-Vocabulary Language Models" (2411.09009), for blocks of classes.

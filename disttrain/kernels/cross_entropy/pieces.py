@@ -1,8 +1,8 @@
 """Computes a rank's part of a loss from its part of the logits, a few rows at a time: wide temporaries stay small.
 
-Logits may be half precision; statistics never are. Were all rows widened at once, that would take more memory than the
-logits themselves. So one buffer of at most PIECE_ELEMENTS elements (16 MiB in fp32) goes over the rows; with class
-probabilities there are three. A graph takes all rows at once: its compiler fuses what is in between away.
+Logits may be half precision; statistics never are. Widening all rows at once would take more memory than the logits
+themselves. So one buffer of at most PIECE_ELEMENTS elements (16 MiB in fp32) is used for a few rows at a time; with
+class probabilities there are three. A graph takes all rows at once, since its compiler fuses the temporaries away.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A linear layer whose three products are of float8: forward, the gradient of the input, and that of the weight.
 
-Scales are found anew at each call. Forward multiplies e4m3 by e4m3; gradients are e5m2, or with scales for rows e4m3.
-Of the input, its transpose in float8 is kept for backward, and nothing else.
+Each call computes new scales. Forward multiplies e4m3 by e4m3; gradients are e5m2, or with scales for rows e4m3. For
+backward only the input's transpose in float8 is kept.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Matrices in float8, with scales that are powers of two, and their product: an operator each.
 
-Such a scale takes nothing from the values' precision, so a cast is the same by whatever computes it, values divide and
-multiply by it without rounding, and parts with scales of their own can be brought to one.
+Such a scale does not change the values' precision. So all implementations of a cast agree, dividing and multiplying by
+a scale does not round, and parts with different scales can be brought to one.
 
 Source: Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv 2209.05433).
 """

@@ -1,8 +1,8 @@
-"""A weight that was gathered in float8: what modules see between the gather and the product.
+"""A weight that was gathered in float8: the tensor that modules see between the gather and the product.
 
-Each rank casts its rows with a scale of its own, which is gathered with them. So nothing need be agreed on before, and
-nobody need know when an optimizer has stepped. Scales are powers of two, so the product brings all to one scale
-without rounding again, but for what is too small for the format then.
+Each rank casts its rows with its own scale, which is gathered with them. So ranks need not agree before, and need not
+know when an optimizer has stepped. Scales are powers of two, so the product brings all rows to one scale without
+rounding again, except values that are too small for the format then.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Gated linear units' products, SwiGLU and GeGLU: an activation of one tensor times another, as one operator each way.
 
-Of forward only the two inputs are kept: backward computes the activation again, which costs no memory's time.
+Forward keeps only the two inputs. Backward computes the activation again, which takes no memory traffic.
 
 Source: Shazeer, "GLU Variants Improve Transformer" (arXiv 2002.05202).
 """

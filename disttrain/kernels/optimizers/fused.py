@@ -1,7 +1,7 @@
 """AdamW, Lion and SGD whose step is one launch over all parameters, with gradients scaled and clipped on the way.
 
-What a step moves bounds it: with everything in fp32, AdamW reads 16 bytes per element and writes 12. Scaling, clipping
-and rounding to a copy add no pass over memory here, and states in bf16 take 8 bytes less.
+A step is bound by memory: with everything in fp32, AdamW reads 16 bytes per element and writes 12. Scaling, clipping
+and rounding to a copy add no pass over memory here, and states in bf16 save 8 bytes.
 """
 
 from __future__ import annotations

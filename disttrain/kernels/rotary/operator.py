@@ -1,6 +1,6 @@
-"""Rotary positions: pairs of elements turned by their position's angle, as one operator, also in place.
+"""Rotary positions: pairs of elements rotated by their position's angle, as one operator, also in place.
 
-A rotation's gradient is the rotation back, so nothing is kept but the angles' cosines and sines.
+A rotation's gradient is the rotation back, so only the angles' cosines and sines are kept.
 
 Source: Su et al., "RoFormer" (arXiv 2104.09864).
 """

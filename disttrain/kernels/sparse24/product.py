@@ -1,11 +1,11 @@
 """Products with 2:4 sparse weights by cuSPARSELt, at forward and for the input's gradient.
 
-A GPU skips the zeros of its first operand, along the dim that is summed over. So forward takes the weight packed, and
-the input's gradient its transpose, which has two zeros of each four too where masks are chosen for tiles of 4 x 4. The
-weight's own gradient has no sparse operand.
+A GPU skips the zeros of its first operand, along the dim that is summed over. So forward uses the packed weight, and
+the input's gradient the packed transpose, which has two zeros of each four too if masks are chosen for tiles of 4 x 4.
+The weight's own gradient has no sparse operand.
 
-Packing takes as long as a product. It is done by who writes weights, once after each step; the layer holds what is
-packed, with the version of the weight that it was packed from, and any other version is multiplied as it is.
+Packing takes as long as a product. The optimizer packs once after each step. The layer holds the packed weight, and the
+version of the weight that it was packed from; a weight of any other version is multiplied as it is.
 
 Source: Hubara et al., "Accelerated Sparse Neural Training" (arXiv 2102.08124).
 """

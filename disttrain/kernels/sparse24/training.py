@@ -1,9 +1,9 @@
 """Training with 2:4 sparse weights: of every four neighbours in a row of a linear layer's matrix two are zero.
 
-The model's weights are the sparse ones; the dense ones that are trained are kept by the optimizer, which writes them
-into the model sparse. So gathers, cut layers, pipelines, compilers and saves need know nothing of it, and what is saved
-of the model is sparse. Gradients of the sparse weights are taken for those of the dense ones, and weights that are
-masked are drawn to zero: so masks settle. Products with them are dense ones, or sparse: `sparse24/product.py`.
+The model's weights are the sparse ones. The optimizer keeps the dense ones, trains them, and writes them into the model
+sparse. So gathers, sharded layers, pipelines, compilers and saves need no change, and a save of the model is sparse.
+Gradients of the sparse weights are used for the dense ones, and masked weights decay to zero, so that masks settle.
+Products with them are dense ones, or sparse: `sparse24/product.py`.
 
 Source: Zhou et al., "Learning N:M Fine-grained Structured Sparse Neural Networks From Scratch" (SR-STE, arXiv
 2102.04010).

@@ -28,9 +28,7 @@ def split_layers(module: nn.Module) -> int:
     layers = [(layer, kind) for layer in module.modules() if (kind := _kind(layer)) is not None]
     for layer, kind in layers:
         layer.__class__ = _joined((kind, type(layer)))
-    return len(layers) + sum(
-        _split_graph(submodule) for submodule in module.modules() if isinstance(submodule, fx.GraphModule)
-    )
+    return len(layers) + sum(_split_graph(child) for child in module.modules() if isinstance(child, fx.GraphModule))
 
 
 def _split_graph(stage: fx.GraphModule) -> int:

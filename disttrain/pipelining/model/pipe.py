@@ -148,12 +148,7 @@ def pipeline(
         stage.register_forward_pre_hook(no_keywords, with_kwargs=True)
     stages[-1].register_forward_hook(nested_outputs)
     tied = find_tied(stages)
-    skips = [
-        (source, target)
-        for target, stage_inputs in enumerate(inputs)
-        for source, _ in stage_inputs
-        if target > source + 1
-    ]
+    skips = [(source, target) for target, sources in enumerate(inputs) for source, _ in sources if target > source + 1]
     return Pipe(SplitModel(stages, wired(skips, tied), tied, (None, *inputs[1:])), inputs)
 
 

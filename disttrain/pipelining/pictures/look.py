@@ -33,14 +33,12 @@ def summary(timeline: Timeline) -> str:
     """Name, counts, makespan, bubble, what is kept at most."""
     schedule = timeline.schedule
     per_rank = max(map(len, schedule.placement.stages))
-    num_kept = max(peak.held for peak in timeline.peaks)
-    kept_text = (
-        f" · at most {plural(num_kept, 'stage forward' if per_rank > 1 else 'forward')} kept" if num_kept else ""
-    )
+    most = max(peak.held for peak in timeline.peaks)
+    kept = f" · at most {plural(most, 'stage forward' if per_rank > 1 else 'forward')} kept" if most else ""
     return (
         f"{schedule.name} · {plural(schedule.num_ranks, 'rank')} x {plural(per_rank, 'stage')} · "
         f"{plural(schedule.num_microbatches, 'microbatch')} · makespan {timeline.makespan_s:g} · "
-        f"bubble {timeline.bubble:.1%}{kept_text}"
+        f"bubble {timeline.bubble:.1%}{kept}"
     )
 
 

@@ -208,13 +208,12 @@ class Executor:
             self._streams.follow(stage, made, tensors)
             wanted = _kept(form, giver.numbers)
             return form, [
-                tensor.detach().requires_grad_(metadata.wants_grad)
-                for metadata, tensor in zip(wanted, tensors, strict=True)
+                tensor.detach().requires_grad_(meta.wants_grad) for meta, tensor in zip(wanted, tensors, strict=True)
             ]
         form = self._forms.hear(*message)
         parts, find_mesh = self._arrived(message), self._stages[stage].find_mesh
         wanted = _kept(form, giver.numbers)
-        return form, [received(metadata, part, find_mesh) for metadata, part in zip(wanted, parts, strict=True)]
+        return form, [received(meta, part, find_mesh) for meta, part in zip(wanted, parts, strict=True)]
 
     def _hand_on(self, stage: int, microbatch: int, output: Any, flight: InFlight) -> None:
         """To all stages that take something of it."""

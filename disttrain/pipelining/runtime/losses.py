@@ -52,10 +52,8 @@ class Losses:
             return None
         loss: Any = self._loss_fn(output, self._targets[microbatch], **self._loss_kwargs)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            description = (
-                f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            )
-            raise ShapeError(_OPERATION, f"loss_fn returns {description}.", "Return one number, as a tensor.")
+            kind = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ShapeError(_OPERATION, f"loss_fn returns {kind}.", "Return one number, as a tensor.")
         if self._has_backward and not loss.requires_grad:
             raise ScheduleError(
                 _OPERATION,

@@ -109,14 +109,10 @@ class Form:
 
     def is_of(self, value: Any) -> bool:
         """True where this is one plain tensor, and `value` another of the same form."""
-        metadata = self._one_tensor
-        if metadata is None or metadata.sharding is not None or type(value) is not torch.Tensor:
+        meta = self._one_tensor
+        if meta is None or meta.sharding is not None or type(value) is not torch.Tensor:
             return False
-        return (
-            value.shape == metadata.shape
-            and value.dtype == metadata.dtype
-            and value.requires_grad == metadata.wants_grad
-        )
+        return value.shape == meta.shape and value.dtype == meta.dtype and value.requires_grad == meta.wants_grad
 
     @cached_property
     def _one_tensor(self) -> TensorForm | None:

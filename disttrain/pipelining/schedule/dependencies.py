@@ -4,7 +4,6 @@ ask here."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 
 from disttrain.pipelining.schedule.action import INPUT_GRADIENTS, Action, Op
@@ -59,22 +58,19 @@ def as_input(part: Action) -> Action:
     return part._replace(op=Op.BACKWARD_INPUT) if part.op is Op.BACKWARD else part
 
 
-@dataclass(frozen=True)
-class Dependencies:
-    """`inputs_of`, by message, and `sends_of` computations of every kind and stage, without the microbatch, which is
-    that of the computation."""
-
-    inputs: dict[Op, tuple[tuple[Action, ...], ...]]
-    sends: dict[Op, tuple[tuple[Action, ...], ...]]
+ByStage = tuple[tuple[Action, ...], ...]
 
 
 @lru_cache(maxsize=64)
-def dependencies(placement: Placement, wiring: Wiring) -> Dependencies:
-    """Returns the dependencies in all schedules with this placement and wiring."""
+def dependencies(placement: Placement, wiring: Wiring) -> dict[Op, tuple[ByStage, ByStage]]:
+    """Returns `inputs_of`, by message, and `sends_of` each kind of computation and each stage, without the microbatch.
+
+    They are the same in all schedules with this placement and wiring.
+    """
     schedule = Schedule("", placement, 1, ((),) * placement.num_ranks, wiring)
-    kinds = Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.BACKWARD
-    parts = {kind: [Action(kind, stage) for stage in range(placement.num_stages)] for kind in kinds}
-    return Dependencies(
-        {kind: tuple(tuple(inputs_of(schedule, part, by_message=True)) for part in parts[kind]) for kind in kinds},
-        {kind: tuple(tuple(sends_of(schedule, part)) for part in parts[kind]) for kind in kinds},
-    )
+    tables = {}
+    for kind in (Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.BACKWARD):
+        parts = [Action(kind, stage) for stage in range(placement.num_stages)]
+        inputs = tuple(tuple(inputs_of(schedule, part, by_message=True)) for part in parts)
+        tables[kind] = inputs, tuple(tuple(sends_of(schedule, part)) for part in parts)
+    return tables

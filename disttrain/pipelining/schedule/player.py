@@ -38,7 +38,7 @@ class Player:
         self.dependencies = dependencies(schedule.placement, schedule.wiring)
         self.inputs = {
             kind: [list(map(self.times_of, needed)) for needed in of_stages]
-            for kind, of_stages in self.dependencies.inputs.items()
+            for kind, (of_stages, _) in self.dependencies.items()
         }
         self._computed = {
             kind: [self.times_of(as_input(Action(kind, stage))) for stage in range(schedule.num_stages)]
@@ -116,7 +116,7 @@ class Player:
         has_messages = self.schedule.has_messages
         for part in action.parts:
             self._computed[part.op][part.stage][part.microbatch] = end_s
-            for send in () if has_messages else self.dependencies.sends[part.op][part.stage]:
+            for send in () if has_messages else self.dependencies[part.op][1][part.stage]:
                 message = Action(send.op, send.stage, part.microbatch, send.peer)
                 self.transfer(message, self.link_of(message), end_s)
 

@@ -42,7 +42,7 @@ class _Slotted(Player):
                 [self.link_of(each.other_end) if each.op in RECEIVES else None for each in needed]
                 for needed in of_stages
             ]
-            for kind, of_stages in self.dependencies.inputs.items()
+            for kind, (of_stages, _) in self.dependencies.items()
         }
 
     def send(self, rank: int, send: Action) -> bool:

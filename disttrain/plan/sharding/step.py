@@ -27,7 +27,7 @@ class Step:
     """Memory and messages of a step on one rank.
 
     Args: stretches  the fullest moment of each stretch, in as many microbatches as differ from each other;  messages
-          of each microbatch but the last;  last_messages  of the last.
+          of each microbatch but the last, none where a schedule decides;  last_messages  of the last, or of all.
     """
 
     stretches: tuple[Peak, ...]
@@ -66,8 +66,8 @@ def _in_turn(sharding: Sharding, stages: tuple[StageParts, ...]) -> Step:
     ]
     fullest = max((_sum(order) for order in orders), key=lambda by_kind: by_kind.total())
     steady = _sum([stretches[STEADY] for stretches in named])
-    messages = _sum([step.messages for step in steps])
-    return Step((Peak(STEADY, steady), Peak(REDUCTIONS, fullest)), messages, messages)
+    messages = _sum([step.last_messages for step in steps])
+    return Step((Peak(STEADY, steady), Peak(REDUCTIONS, fullest)), Counter(), messages)
 
 
 def _sum(counters: Iterable[Counter[Key]]) -> Counter[Key]:
@@ -110,7 +110,8 @@ def _rehearsed(sharding: Sharding, stage: StageParts, num_microbatches: int, *, 
         rehearsal.run(num_microbatches, reduces_each=reduces_each)
     else:
         rehearsal.run_scheduled()
-    return Step(tuple(rehearsal.stretches), rehearsal.messages[0], rehearsal.messages[-1])
+    first, last = rehearsal.messages[0] if num_microbatches else Counter(), rehearsal.messages[-1]
+    return Step(tuple(rehearsal.stretches), first, last)
 
 
 def _partners(few: Step) -> Iterator[int]:

@@ -61,8 +61,8 @@ class C10dBackend(Backend):
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> TransportWork:
         options, recipe = self._reduction("all_reduce", _c10d.AllreduceOptions, tensor.dtype, op, async_op)
         if recipe is None:
-            return self._begun(self._transport.allreduce([tensor], options))
-        seen = recipe.seen(tensor)
+            return self._begun(self._transport.allreduce([unseen(tensor)], options))
+        seen = unseen(recipe.seen(tensor))
         if recipe.factor is not None:
             seen.mul_(recipe.factor)
         started = self._transport.allreduce([seen], options)
@@ -73,8 +73,10 @@ class C10dBackend(Backend):
         is_root = self._rank == dst_rank
         if recipe is None:
             # Transports leave partial sums in the tensors of the others.
-            return self._begun(self._transport.reduce([tensor if is_root else tensor.clone()], options))
-        seen = recipe.multiplied(recipe.seen(tensor))
+            return self._begun(
+                self._transport.reduce([unseen(tensor) if is_root else tensor.detach().clone()], options)
+            )
+        seen = unseen(recipe.multiplied(recipe.seen(tensor)))
         if not is_root:
             contribution = seen.clone() if seen.data_ptr() == tensor.data_ptr() else seen
             return self._begun(self._transport.reduce([contribution], options))
@@ -206,6 +208,7 @@ class C10dBackend(Backend):
         return CompletedWork() if started is None else started
 
     def _movable(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = unseen(tensor)
         if tensor.dtype in self.natives.dtypes:
             return tensor
         if tensor.dtype in _COMPLEX and tensor.dtype.to_real() in self.natives.dtypes:
@@ -219,7 +222,7 @@ class C10dBackend(Backend):
     def _all_flat(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """As `_flat`, of tensors of one dtype."""
         if tensors[0].dtype in self.natives.dtypes:
-            return [tensor if tensor.dim() == 1 else tensor.view(-1) for tensor in tensors]
+            return [in_a_row(unseen(tensor)) for tensor in tensors]
         return [self._flat(tensor) for tensor in tensors]
 
     def _options(self, kind: type[Any], async_op: bool, root_rank: int | None = None) -> Any:
@@ -266,6 +269,11 @@ def _still_waits(membership: Membership) -> None:
     """The transport waits for others in the store, for a while already."""
     membership.ask_others()
     membership.scope.check()
+
+
+def unseen(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory for a transport, some of whose writes autograd would see."""
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def in_a_row(tensor: torch.Tensor) -> torch.Tensor:

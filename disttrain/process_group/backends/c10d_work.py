@@ -44,7 +44,7 @@ class FinishingWork:
         with self._lock:
             future = self._future
             if future is None and not self._is_finished:
-                self._finish()
+                self._finish_unseen()
                 self._is_finished = True
         if future is not None:
             # The last step runs in the future's callback, on a stream of its own.
@@ -65,7 +65,12 @@ class FinishingWork:
     def _finished(self, started: torch.futures.Future[Any]) -> Sequence[torch.Tensor]:
         started.value()
         # Who waits for a CUDA future is ordered after the streams of the tensors that it holds.
-        return self._finish()
+        return self._finish_unseen()
+
+    def _finish_unseen(self) -> Sequence[torch.Tensor]:
+        # Autograd does not see what collectives write, whether a transport does it or a last step.
+        with torch.no_grad():
+            return self._finish()
 
 
 class InterruptibleWork:

@@ -15,7 +15,7 @@ from disttrain.errors import BackendError
 from disttrain.process_group import _c10d
 from disttrain.process_group._c10d import Reduction
 from disttrain.process_group.backends.base import Membership
-from disttrain.process_group.backends.c10d_backend import C10dBackend, in_a_row
+from disttrain.process_group.backends.c10d_backend import C10dBackend, in_a_row, unseen
 from disttrain.process_group.backends.c10d_work import Finish, FinishingWork, InterruptibleWork, num_under_way
 from disttrain.process_group.backends.gloo_direct import (
     DirectWork,
@@ -86,7 +86,7 @@ class GlooBackend(C10dBackend):
                 return self._gathered([output.view(1, -1) for output in outputs], in_a_row(input))
             return self._sized(super().all_gather(outputs, input, async_op), input)
         # Gloo gathers equal parts only. The outputs say to all ranks alike that these are not.
-        outputs[self._rank].view(-1).copy_(input.view(-1))
+        unseen(outputs[self._rank]).view(-1).copy_(input.view(-1))
         return JoinedWork([self.broadcast(output, rank, async_op) for rank, output in enumerate(outputs)])
 
     def reduces_sparse(self, tensor: torch.Tensor, op: Reduction) -> bool:
@@ -96,7 +96,7 @@ class GlooBackend(C10dBackend):
         recipes = [self._recipe("all_reduce", tensor.dtype, op) for tensor in tensors]
         ops = [op if recipe is None else recipe.op for recipe in recipes]
         pairs = list(zip(tensors, recipes, strict=True))
-        seen = [tensor if recipe is None else recipe.seen(tensor) for tensor, recipe in pairs]
+        seen = [unseen(tensor if recipe is None else recipe.seen(tensor)) for tensor, recipe in pairs]
         if len({tensor.dtype for tensor in seen}) > 1 or any(other != ops[0] for other in ops):
             return super().all_reduce_tensors(tensors, op, async_op)
         for part, recipe in zip(seen, recipes, strict=True):

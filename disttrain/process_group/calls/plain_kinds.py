@@ -80,5 +80,7 @@ KINDS = (
     Kind(uuid.UUID, str, uuid.UUID),
     Kind(torch.Size, list, torch.Size),
     Kind(torch.device, str, torch.device),
+    # Of more than 64 bits, which generators of numpy have in their states; others are msgpack's own.
+    Kind(int, hex, lambda text: int(text, 16)),
 )
 """Numbered by their places: new ones come last."""

@@ -1,4 +1,4 @@
-"""What a cluster's environment tells a launcher: how many nodes the job has, which one this is, where they meet.
+"""Reads from a cluster's environment how many nodes the job has, which one this is and where they meet.
 
 membership     the value that comes of it
 slurm, mpi, kubernetes, host_lists
@@ -17,7 +17,7 @@ __all__ = ["Membership", "find"]
 
 
 def find(environ: Mapping[str, str]) -> Membership | None:
-    """What the cluster that started this launcher says of it; None: no cluster did. Raises LaunchError.
+    """Asks the cluster that started this launcher about its node; None: no cluster did. Raises LaunchError.
 
     mpirun within a Slurm job starts its daemons by srun, so that Slurm's variables are there too, and count the
     daemons: MPI's are asked first.

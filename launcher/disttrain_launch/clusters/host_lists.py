@@ -35,7 +35,7 @@ def expand(text: str) -> tuple[str, ...]:
 
 
 def _numbers(text: str) -> list[str]:
-    found: list[str] = []
+    numbers: list[str] = []
     for item in text.split(","):
         match = _RANGE.fullmatch(item)
         if match is None:
@@ -43,5 +43,5 @@ def _numbers(text: str) -> list[str]:
         first, last = match[1], match[2] or match[1]
         if not int(first) <= int(last) < int(first) + MAX_HOSTS:
             raise ValueError(f"{item!r} is not a range of numbers")
-        found += [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
-    return found
+        numbers += [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
+    return numbers

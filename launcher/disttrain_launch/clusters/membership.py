@@ -16,7 +16,7 @@ FIRST_PORT, NUM_PORTS = 20000, 10000
 
 @dataclass(frozen=True)
 class Membership:
-    """What a cluster says about this node. None stands for what it doesn't say."""
+    """A node's part in a job, as its cluster says. None stands for what it doesn't say."""
 
     cluster: str
     """As messages call it: `Slurm step 17.0`."""

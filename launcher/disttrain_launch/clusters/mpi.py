@@ -56,5 +56,5 @@ def _mpirun_addr(environ: Mapping[str, str]) -> str | None:
     uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
     if environ["OMPI_COMM_WORLD_RANK"] == "0" and environ.get("OMPI_MCA_orte_local_daemon_uri") != uri:
         return None
-    found = re.search(r";tcp6?://(\[[^\]]+\]|[^,:;]+)", uri)
-    return None if found is None else found[1].strip("[]")
+    match = re.search(r";tcp6?://(\[[^\]]+\]|[^,:;]+)", uri)
+    return None if match is None else match[1].strip("[]")

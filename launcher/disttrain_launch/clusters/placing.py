@@ -1,4 +1,4 @@
-"""Which of a job's flags the cluster fills in."""
+"""Fills in flags of a job from its cluster."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What workers print, and what the launcher says of a job."""
+"""The output of workers, and the launcher's own words about a job."""

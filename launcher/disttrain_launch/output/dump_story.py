@@ -1,4 +1,4 @@
-"""What the flight recorders' dumps of a job that failed say.
+"""Analyzes the flight recorders' dumps of a job that failed, for its last words.
 
 Only such a job loads this, and the analyzer with it: it would be a third of what a launcher loads.
 """
@@ -24,31 +24,31 @@ from disttrain_launch.workers.outcome import Failed, Outcome
 
 @dataclass(frozen=True)
 class Story:
-    """What dumps say: a text for the screen, and facts for the event log, without the words of workers' exceptions."""
+    """The verdict: text for the screen, and facts for the event log, without the words of workers' exceptions."""
 
     text: str = ""
     facts: Mapping[str, object] = field(default_factory=dict)
 
 
 def story(folder: Path, own_folder: Path, outcome: Outcome, spec: JobSpec, started_s: float) -> Story:
-    """What the dumps of a job that failed say about why; empty when there are none since `started_s`.
+    """Says from the dumps of a failed job why it failed; empty when there are none since `started_s`.
 
     Dumps in the launcher's `own_folder` go with it, but not where they tell something or were made before the end.
     """
-    found = _verdict(folder, spec, started_s) if isinstance(outcome, Failed) else Story()
+    verdict = _verdict(folder, spec, started_s) if isinstance(outcome, Failed) else Story()
     is_own = own_folder in folder.parents
-    if not found.text and is_own and any(_is_of_the_run(dump) for dump in folder.glob(f"*{DUMP_SUFFIX}")):
-        found = Story("there are dumps from while the job ran.")
-    if not found.text:
-        return found
-    text = f"{OPERATION}: flight recorder: {found.text}\n"
+    if not verdict.text and is_own and any(_is_of_the_run(dump) for dump in folder.glob(f"*{DUMP_SUFFIX}")):
+        verdict = Story("there are dumps from while the job ran.")
+    if not verdict.text:
+        return verdict
+    text = f"{OPERATION}: flight recorder: {verdict.text}\n"
     if is_own:
         dumps = own_folder / FOLDER
         try:
             folder = keep_dumps(dumps, own_folder.name.rpartition("-")[2]) / folder.relative_to(dumps)
         except OSError as problem:
-            return Story(f"{text}    its dumps cannot be kept: {problem}\n", found.facts)
-    return Story(f"{text}    more: disttrain-flight {folder}\n", {**found.facts, "dumps": str(folder)})
+            return Story(f"{text}    its dumps cannot be kept: {problem}\n", verdict.facts)
+    return Story(f"{text}    more: disttrain-flight {folder}\n", {**verdict.facts, "dumps": str(folder)})
 
 
 def _verdict(folder: Path, spec: JobSpec, started_s: float) -> Story:

@@ -1,4 +1,4 @@
-"""What happened to a job, as records: of what nodes told node 0 and what it told them; pure.
+"""Records the events of a job, from what nodes told node 0 and what it told them; pure.
 
 `Chronicle` follows along and knows how the job stands, which is what there is to see of it. Records hold numbers, names
 and reasons: no arguments, no variables, nothing that a worker printed, since secrets are in these.
@@ -72,11 +72,11 @@ class Chronicle:
         self._nodes[node.agent] = JobNode(node.agent, node.host, node.num_local_workers)
 
     def state(self, phase: Phase, awaited: str) -> JobState:
-        """How the job stands, with what the rendezvous says of itself."""
+        """The job's state, with the rendezvous' own."""
         return replace(self._state, phase=phase.name.lower(), awaited=awaited, nodes=tuple(self._nodes.values()))
 
     def follow(self, event: Event, commands: Iterable[Command]) -> list[Record]:
-        """What has happened with this event, which was answered with these commands."""
+        """Yields records of this event, which was answered with these commands."""
         words = {command.agent: command.word for command in commands if isinstance(command, Tell)}
         records = []
         if isinstance(event, Came) and not (event.agent in self._nodes or event.agent in self._gone):

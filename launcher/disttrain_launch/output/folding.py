@@ -31,8 +31,8 @@ class _Held:
     ranks: set[int]
 
 
-def _number(held: _Held) -> int:
-    return held.number
+def _number(line: _Held) -> int:
+    return line.number
 
 
 class LineMerger:
@@ -52,26 +52,26 @@ class LineMerger:
             alike = self._by_text.get(text)
             at = bisect_right(alike, last, key=_number) if alike is not None else 0
             if alike is not None and at < len(alike):
-                held = alike[at]
-                held.ranks.add(rank)
+                line = alike[at]
+                line.ranks.add(rank)
             else:
-                held = _Held(self._num_lines, text, now_s, {rank})
+                line = _Held(self._num_lines, text, now_s, {rank})
                 self._num_lines += 1
-                self._held.append(held)
+                self._held.append(line)
                 if alike is None:
-                    self._by_text[text] = deque((held,))
+                    self._by_text[text] = deque((line,))
                 else:
-                    alike.append(held)
-            last = held.number
+                    alike.append(line)
+            last = line.number
         self._last[rank] = last
 
     def holds_of(self, rank: int) -> bool:
-        """Whether something that this rank has said is still held."""
+        """True when a line of this rank is still held back."""
         return bool(self._held) and self._last.get(rank, -1) >= self._held[0].number
 
     @property
     def deadline_s(self) -> float | None:
-        """When the next line is due."""
+        """The time at which the next line is due."""
         return self._held[0].since_s + HOLD_S if self._held else None
 
     def due(self, now_s: float, everyone: Iterable[int]) -> list[Said]:
@@ -81,12 +81,12 @@ class LineMerger:
         while self._held and (
             now_s >= self._held[0].since_s + HOLD_S or len(self._held) > MAX_HELD or self._held[0].ranks >= speakers
         ):
-            held = self._held.popleft()
-            alike = self._by_text[held.text]
+            line = self._held.popleft()
+            alike = self._by_text[line.text]
             alike.popleft()
             if not alike:
-                del self._by_text[held.text]
-            said.append((frozenset(held.ranks), held.text))
+                del self._by_text[line.text]
+            said.append((frozenset(line.ranks), line.text))
         return said
 
 
@@ -99,30 +99,30 @@ class Repetitions:
         self._since_s = 0.0
 
     def pass_on(self, said: Said, now_s: float) -> list[Said]:
-        """What is to be shown for this line."""
+        """The lines to show for this line."""
         # Empty lines and rulers are said again on purpose.
         if said == self._last and any(letter in _LETTERS for letter in said[1]):
             if not self._num_more:
                 self._since_s = now_s
             self._num_more += 1
             return []
-        told = self.tell()
+        repeats = self.tell()
         self._last = said
-        return [*told, said]
+        return [*repeats, said]
 
     @property
     def deadline_s(self) -> float | None:
-        """When what was counted is to be told although nothing else came."""
+        """The time at which the count is due although no other line came."""
         return self._since_s + TELL_S if self._num_more else None
 
     def tell(self) -> list[Said]:
-        """How often the last line was said once more; the line itself where that was one time."""
+        """The number of repeats of the last line, as a line; the line itself where it was repeated once."""
         if self._last is None or not self._num_more:
             return []
         ranks, text = self._last
-        told = text if self._num_more == 1 else b"(repeated %d times)" % self._num_more
+        words = text if self._num_more == 1 else b"(repeated %d times)" % self._num_more
         self._num_more = 0
-        return [(ranks, told)]
+        return [(ranks, words)]
 
 
 _LETTERS = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789") | frozenset(range(128, 256))

@@ -51,7 +51,7 @@ class LineFolder:
         return lines + newline
 
     def end(self) -> bytes:
-        """What is left when the stream ends, as a line; empty when none of it can be seen."""
+        """The rest of a stream that has ended, as a line; empty when none of it can be seen."""
         rest, self._rest, self.is_bar = self.unfinished, b"", False
         return rest + b"\n" if _ESCAPE.sub(b"", rest) else b""
 

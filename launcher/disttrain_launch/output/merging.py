@@ -21,7 +21,7 @@ class _Unfinished:
 
 
 class Merger:
-    """What several ranks say on one screen. `prefix`: what stands before the lines of these ranks."""
+    """Merges the lines of several ranks for one screen. `prefix`: what stands before the lines of these ranks."""
 
     def __init__(
         self, screen: Screen, prefix: Callable[[frozenset[int]], bytes], clock: Callable[[], float] = time.monotonic
@@ -68,7 +68,7 @@ class Merger:
 
     @property
     def deadline_s(self) -> float | None:
-        """When `release` is to be called, although nothing comes."""
+        """The time at which `release` is to be called, although nothing comes."""
         question_s = None if self._waiting is None else self._waiting.since_s + HOLD_S
         times_s = (self._lines.deadline_s, self._repetitions.deadline_s, question_s)
         return min((time_s for time_s in times_s if time_s is not None), default=None)

@@ -1,4 +1,4 @@
-"""How a job ended, as the last thing on the screen."""
+"""Reports the end of a job, as the last thing on the screen."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FAILED_NODE = re.compile(r"failed first: .* \[node ([0-9]+), host ")
 
 
 def ending(outcome: Outcome, spec: JobSpec, note: str = "", *, is_told_elsewhere: bool = False) -> str:
-    """What to say at the end, with `note` after it; empty when all went well.
+    """The last words about a job, with `note` after them; empty when all went well.
 
     `is_told_elsewhere`: node 0 says all of it; here one line is enough.
     """
@@ -38,8 +38,8 @@ def ending(outcome: Outcome, spec: JobSpec, note: str = "", *, is_told_elsewhere
 
 def node_that_failed(text: str) -> int | None:
     """The node rank that an ending in `text` blames; None where none does. For who starts launchers by other means."""
-    found = _FAILED_NODE.search(text)
-    return None if found is None else int(found[1])
+    match = _FAILED_NODE.search(text)
+    return None if match is None else int(match[1])
 
 
 def _failure(failed: Failed) -> str:

@@ -233,7 +233,7 @@ def make_screens() -> dict[int, Screen]:
 
 
 def terminal_variables(screens: Mapping[int, Screen]) -> dict[str, str]:
-    """What tells workers, whose streams are pipes, that they end on a terminal, and how wide it is after the prefix."""
+    """Variables that tell workers, whose streams are pipes, of the terminal behind and its width after the prefix."""
     if not all(screen.is_terminal for screen in screens.values()):
         return {}
     columns = shutil.get_terminal_size().columns - _PREFIX_COLUMNS

@@ -38,7 +38,7 @@ class Output(Streams):
             self.add_pump(worker.local_rank, stream, self._make_pump(worker, stream, fd))
 
     def log_file(self, worker: Worker) -> str:
-        """Where the worker's stderr is kept; empty when it is not."""
+        """The path of the worker's stderr log; empty when there is none."""
         logs = self._spec.logs
         if logs.directory is None or not logs.keeps(worker.local_rank, STDERR):
             return ""
@@ -51,7 +51,7 @@ class Output(Streams):
 
     @property
     def can_show_table(self) -> bool:
-        """Whether all streams end on one terminal that understands more than lines."""
+        """True when all streams end on one terminal that understands more than lines."""
         is_dumb = settings.TERMINAL.read(self._environ) == "dumb"
         is_one = self.screens[STDOUT] is self.screens[STDERR] and self.screens[STDOUT].is_terminal
         logs = self._spec.logs

@@ -23,7 +23,7 @@ _GOOD = (RUNNING, str(Exit(0)))
 
 @dataclass(frozen=True)
 class Table:
-    """What is shown. `words`: the columns to the left; numbers stand to the right. `notes`: for whom all wait."""
+    """Rows of a table. `words`: the columns to the left; numbers stand to the right. `notes`: for whom all wait."""
 
     title: str
     head: tuple[str, ...]
@@ -130,8 +130,8 @@ def _state(phase: str, workers: Sequence[WorkerState], now_s: float) -> str:
         return phase
     states = Counter(worker.state for worker in workers)
     text = ", ".join(state if len(states) == 1 else f"{count} {state}" for state, count in states.most_common())
-    told = [worker.told_s for worker in workers if worker.told_s is not None and worker.state == RUNNING]
-    silent_s = now_s - min(told, default=now_s)
+    report_times_s = [worker.told_s for worker in workers if worker.told_s is not None and worker.state == RUNNING]
+    silent_s = now_s - min(report_times_s, default=now_s)
     return text if silent_s < SILENT_S else f"{text}, silent for {console.clock(silent_s)}"
 
 

@@ -1,4 +1,4 @@
-"""What workers print, on a terminal that others share: how wide it is, and without what would move the cursor; pure."""
+"""Text of workers for a terminal that others share: its width, and itself without what would move the cursor; pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def harmless(text: bytes) -> bytes:
     """`text` without escape sequences that leave the line: a table below it would be drawn over others' lines."""
     if _SUSPICIOUS.search(text) is None:
         return text
-    return _HARMFUL.sub(lambda found: found[1] or b"", text)
+    return _HARMFUL.sub(lambda match: match[1] or b"", text)
 
 
 def width(line: bytes) -> int:
@@ -33,18 +33,18 @@ def width(line: bytes) -> int:
 
 def cut(text: bytes, columns: int) -> bytes:
     """The beginning of a `harmless` line; escape sequences take no room, and colours must end."""
-    left = columns
-    kept = []
+    columns_left = columns
+    parts = []
     for part in _ESCAPES.split(_LINKS.sub("", text.decode("utf-8", "replace")).replace("\t", " ")):
         if part.startswith("\x1b"):
-            kept.append(part)
+            parts.append(part)
             continue
         for letter in part:
-            left -= _columns(letter)
-            if left < 0:
+            columns_left -= _columns(letter)
+            if columns_left < 0:
                 break
-            kept.append(letter)
-    return "".join(kept).encode()
+            parts.append(letter)
+    return "".join(parts).encode()
 
 
 def _columns(letter: str) -> int:

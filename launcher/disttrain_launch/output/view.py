@@ -1,4 +1,4 @@
-"""What there is to see of a job that runs: node 0 says how it stands, each node how its workers are.
+"""A view of a running job: node 0 publishes the job's state, each node that of its workers.
 
 Both are values that lie in the job's store as JSON, under `launch/job` and `launch/status/<agent>`; whoever has the
 token may look. `Sight` is what one look finds.
@@ -98,7 +98,7 @@ class Sight:
 
 
 def look(store: Store) -> Sight | None:
-    """What the job of this store (its `launch` part) is doing; None: nobody has said yet.
+    """Reads the state of the job whose store (its `launch` part) this is; None: nobody has published it yet.
 
     Raises StoreError, and LaunchError where it is said in words of another version.
     """
@@ -108,21 +108,21 @@ def look(store: Store) -> Sight | None:
         plain = json.loads(store.get(_JOB))
         nodes = tuple(JobNode(**node) for node in plain.pop("nodes"))
         states = store.multi_get([_STATUS + node.agent for node in nodes]) if nodes else []
-        told = {node.agent: _node_state(state) for node, state in zip(nodes, states, strict=True) if state}
-        return Sight(JobState(**plain, nodes=nodes), told)
+        states_by_agent = {node.agent: _node_state(state) for node, state in zip(nodes, states, strict=True) if state}
+        return Sight(JobState(**plain, nodes=nodes), states_by_agent)
     except (ValueError, TypeError, KeyError):
         problem = "what the job says of itself is not understood."
         raise LaunchError(f"{OPERATION} status", problem, "Ask with the job's own version of disttrain.") from None
 
 
-def tell_job(store: Store, state: JobState, known: set[str]) -> None:
+def tell_job(store: Store, state: JobState, announced: set[str]) -> None:
     """Say how the job stands. Each node has a place for its state first, so that whoever looks need not wait.
 
-    Args: known  agents whose place is there; grows.
+    Args: announced  agents whose place is there; grows.
     """
-    for agent in {node.agent for node in state.nodes} - known:
+    for agent in {node.agent for node in state.nodes} - announced:
         store.compare_set(_STATUS + agent, "", "")
-        known.add(agent)
+        announced.add(agent)
     store.set(_JOB, _encoded(state))
 
 
@@ -141,8 +141,8 @@ def _node_state(data: bytes) -> NodeState:
 
 
 def combined(numbers: Iterable[Mapping[str, Number]]) -> dict[str, tuple[float, float] | None]:
-    """What several ranks reported, by name, as the lowest and the highest: of `step`; of `..._per_s` the sum twice, of
-    others the mean twice. None: what is no number."""
+    """Combines the numbers of several ranks, by name: for `step` to the lowest and the highest, for `..._per_s` to the
+    sum, for others to the mean, each twice. None: what is no number."""
     by_name: dict[str, list[Number]] = {}
     for reported in numbers:
         for name, value in reported.items():
@@ -151,12 +151,12 @@ def combined(numbers: Iterable[Mapping[str, Number]]) -> dict[str, tuple[float, 
 
 
 def _combined(name: str, values: list[Number]) -> tuple[float, float] | None:
-    known = [value for value in values if value is not None]
-    if not known:
+    values_known = [value for value in values if value is not None]
+    if not values_known:
         return None
     if name == "step":
-        return min(known), max(known)
-    total = sum(known) if name.endswith("_per_s") else sum(known) / len(known)
+        return min(values_known), max(values_known)
+    total = sum(values_known) if name.endswith("_per_s") else sum(values_known) / len(values_known)
     return total, total
 
 

@@ -1,1 +1,1 @@
-"""How nodes become a job, and stay one."""
+"""The rendezvous: nodes become a job, and stay one."""

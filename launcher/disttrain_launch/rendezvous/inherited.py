@@ -27,7 +27,7 @@ class Inherited(Rendezvous):
         leader: Node,
         now_s: float,
         lost: str,
-        told: Mapping[str, tuple[Node, Word | None]],
+        last_words: Mapping[str, tuple[Node, Word | None]],
         formed: Formed | None,
     ):
         super().__init__(terms, leader, now_s)
@@ -36,13 +36,13 @@ class Inherited(Rendezvous):
         if formed is not None:
             self._round, self._restarts.num_restarts = formed.round, formed.num_restarts
             group_ranks = {agent: group_rank for group_rank, agent in enumerate(formed.agents)}
-        others = [about for agent, about in told.items() if agent != lost]
+        others = [about for agent, about in last_words.items() if agent != lost]
         # Of two that want one number it is the leader's, or else his who takes part.
         for node, word in sorted(
             others, key=lambda about: (about[0].agent != leader.agent, isinstance(about[1], Wait))
         ):
             self._remember(node, word, group_ranks.get(node.agent))
-        last_word = told[lost][1] if lost in told else None
+        last_word = last_words[lost][1] if lost in last_words else None
         if isinstance(last_word, Done):
             self._end(last_word)
         else:
@@ -50,7 +50,9 @@ class Inherited(Rendezvous):
             self._tell(lost, Done(Lost("this node gave no sign of life, and another has taken its place as node 0.")))
         if self._num_busy and self._last_word is None:
             self.phase = Phase.RUNNING
-            self._change(f"{told[lost][0] if lost in told else 'node 0'} was lost, and {leader} has taken its place")
+            self._change(
+                f"{last_words[lost][0] if lost in last_words else 'node 0'} was lost, and {leader} has taken its place"
+            )
         self._first, self._commands = self._commands, []
 
     @property

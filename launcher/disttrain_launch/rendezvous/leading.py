@@ -32,11 +32,11 @@ def successor(spec: JobSpec, store: Store, node: Node, say: Say, begun: Begun) -
 
     def lead(lost: str, torch_addr: str) -> Leader:
         room = PrefixStore(ROOM, store)
-        told, formed = told_by(room), last_formed(room)
-        machine = Inherited(spec.terms, node, time.monotonic(), lost, told, formed)
+        last_words, formed = told_by(room), last_formed(room)
+        machine = Inherited(spec.terms, node, time.monotonic(), lost, last_words, formed)
         chronicle = _chronicle(spec)
         chronicle.take_over(
-            (told[agent][0] for agent in [*machine.everyone, lost] if agent in told), machine.gone, formed
+            (last_words[agent][0] for agent in [*machine.everyone, lost] if agent in last_words), machine.gone, formed
         )
         try:
             events = EventLog(spec.logs.event_file)
@@ -51,7 +51,7 @@ def successor(spec: JobSpec, store: Store, node: Node, say: Say, begun: Begun) -
 
 
 def has_standby(spec: JobSpec) -> bool:
-    """Whether another node keeps a standby of the store, and may take node 0's place."""
+    """True when another node keeps a standby of the store, and may take node 0's place."""
     return spec.has_standby and spec.terms.is_elastic
 
 

@@ -75,13 +75,13 @@ class Lease:
 def told_by(store: Store) -> dict[str, tuple[Node, Word | None]]:
     """Each agent's node, and the last word that it was told, from what is in the store."""
     words = {key.removeprefix("word/") for key in store.list_keys("word/")}
-    told: dict[str, tuple[Node, Word | None]] = {}
+    last_words: dict[str, tuple[Node, Word | None]] = {}
     for key in store.list_keys("node/"):
         agent = key.removeprefix("node/")
-        came = decode(store.get(key))
-        if isinstance(came, Came):
-            told[agent] = came.node, decode(store.get(f"word/{agent}")) if agent in words else None
-    return told
+        report = decode(store.get(key))
+        if isinstance(report, Came):
+            last_words[agent] = report.node, decode(store.get(f"word/{agent}")) if agent in words else None
+    return last_words
 
 
 def last_formed(store: Store) -> Formed | None:

@@ -97,7 +97,7 @@ class JobLink:
             self._changed.wait_for(lambda: isinstance(self._word, Done | Refused), timeout_s)
 
     def awaited(self) -> tuple[int, str]:
-        """How often node 0 has said for whom all wait, and for whom; empty: for nobody."""
+        """The number of node 0's messages about awaited nodes, and the last of them; empty: nobody is awaited."""
         try:
             if not self._store.check(["awaited"]):
                 return 0, ""

@@ -1,4 +1,4 @@
-"""What nodes and node 0 tell each other, and how it travels: JSON, read back as these values and nothing else."""
+"""Messages between nodes and node 0: JSON, read back as these values and nothing else."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def connect(spec: JobSpec, host: str, port: int, token: str | None, say: Say) ->
 
 
 class Pulse:
-    """Which agents have fallen silent, from their beats; pure."""
+    """Finds agents that have fallen silent, from their beats; pure."""
 
     def __init__(self, keep_alive_s: float) -> None:
         self._keep_alive_s = keep_alive_s
@@ -193,7 +193,7 @@ class Leader:
         return None
 
     def _look_around(self) -> Event:
-        """What is due when nothing was reported."""
+        """Does what is due when nothing was reported."""
         try:
             self._say_and_listen(time.monotonic())
         except StoreTimeoutError:
@@ -219,7 +219,7 @@ class Leader:
         return self._pulse.silent(dict(zip(agents, beats, strict=True)), now_s)
 
     def _carry_out(self, commands: list[Command]) -> None:
-        told: dict[str, Word | Formed] = {}
+        words: dict[str, Word | Formed] = {}
         torch_port = 0
         for command in commands:
             match command:
@@ -228,20 +228,20 @@ class Leader:
                     if not torch_port:
                         torch_port = free_port()
                         self._begun(run.place.round)
-                    told[f"word/{agent}"] = replace(run, torch_port=torch_port, torch_addr=self._torch_addr)
+                    words[f"word/{agent}"] = replace(run, torch_port=torch_port, torch_addr=self._torch_addr)
                 case Tell(agent, word):
-                    told[f"word/{agent}"] = word
+                    words[f"word/{agent}"] = word
                 case Formed():
                     # Before its first word: no node runs in a round that a successor does not know.
-                    told[FORMED] = command
+                    words[FORMED] = command
                 case Warn(text):
                     self._say(text)
-        self._tell(told)
+        self._tell(words)
 
-    def _tell(self, told: dict[str, Word | Formed]) -> None:
-        if told and self._lease is not None:
+    def _tell(self, words: dict[str, Word | Formed]) -> None:
+        if words and self._lease is not None:
             self._lease.check()
-        values = [(key, encode(value)) for key, value in told.items()]
+        values = [(key, encode(value)) for key, value in words.items()]
         for first in range(0, len(values), WORDS_AT_ONCE):
             self._set(*zip(*values[first : first + WORDS_AT_ONCE], strict=True))
 

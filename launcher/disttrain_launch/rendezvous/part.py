@@ -73,7 +73,7 @@ def _next_word(link: JobLink, num_heard: int, say: Say) -> tuple[int, Word]:
 
 
 def _say_round(spec: JobSpec, agent: Agent, last: Outcome | None, run: Run) -> None:
-    """How the last round ended, and what the next is."""
+    """Tells the end of the last round, and this node's part in the next."""
     place = run.place
     text = "" if last is None else ending(last, spec, is_told_elsewhere=place.group_rank > 0)
     if isinstance(last, Changed):

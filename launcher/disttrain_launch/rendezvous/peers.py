@@ -21,7 +21,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Choice:
-    """Who takes part, who waits, and the members' group ranks by agent."""
+    """A round's members, those who wait, and the members' group ranks by agent."""
 
     members: list[Peer]
     spares: list[Peer]
@@ -29,7 +29,7 @@ class Choice:
 
 
 def choose(peers: Iterable[Peer], leader: Node, max_nodes: int) -> Choice:
-    """Who was in the last round stays; then those who came first, by node rank where they have one."""
+    """Chooses members of the last round first, then those who came first, by node rank where they have one."""
     order = sorted(
         peers,
         key=lambda peer: (

@@ -39,7 +39,7 @@ class Held:
         return over
 
     def heir(self, node_rank: int) -> Node | None:
-        """Who has waited longest for this number, released; None where nobody has."""
+        """Releases the node that has waited longest for this number; None where nobody has."""
         heir = next((node for node, _ in self._waiting.values() if node.node_rank == node_rank), None)
         if heir is not None:
             self.release(heir.agent)

@@ -15,11 +15,11 @@ _AGREED = (
 
 
 def misfit(node: Node, leader: Node, terms: Terms) -> Refused | None:
-    """What does not fit together, whoever else is there; None when all does."""
+    """A contradiction between a node and the job, whoever else is there; None when all fits."""
     for name, shown, remedy in _AGREED:
-        theirs, ours = getattr(node, name), getattr(leader, name)
-        if theirs != ours:
-            return Refused(f"{node} has {shown} {theirs}, {leader} has {ours}; all nodes need the same.", remedy)
+        value, agreed = getattr(node, name), getattr(leader, name)
+        if value != agreed:
+            return Refused(f"{node} has {shown} {value}, {leader} has {agreed}; all nodes need the same.", remedy)
     if node.keep_alive != leader.keep_alive:
         problem = f"{node} has a keep_alive_interval and keep_alive_max_attempt of {node.keep_alive}, {leader} of "
         return Refused(f"{problem}{leader.keep_alive}; all nodes need the same.", "Give all the same --rdzv-conf.")
@@ -54,7 +54,7 @@ def uneven(node: Node, leader: Node) -> str:
 
 
 def given_up(terms: Terms) -> Lost:
-    """What a node learns that lives, behind a network that failed."""
+    """The answer to a node that was given up and lives, behind a network that failed."""
     silent = f"gave no sign of life for {terms.keep_alive_s:g} s"
     return Lost(f"this node {silent}, and the job went on without it.")
 

@@ -1,4 +1,4 @@
-"""Whether workers that failed are started again, and when; pure."""
+"""Decides whether workers that failed are started again, and when; pure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Restarts:
         self._last: tuple[int, int] | None = None
 
     def after(self, failed: Failed) -> Again | GiveUp:
-        """What to do about this failure."""
+        """Decides about this failure."""
         self._count(failed)
         if self.num_restarts >= self._max_restarts:
             return GiveUp(f"The job had been started {self.num_restarts + 1} times." if self.num_restarts else "")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 class Phase(enum.Enum):
-    """Where a job is."""
+    """The phase of a job."""
 
     GATHERING = enum.auto()
     RUNNING = enum.auto()
@@ -18,7 +18,7 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True)
 class Node:
-    """What a node says about itself. One of another version may say less or more."""
+    """A node's description of itself. One of another version may say less or more."""
 
     agent: str
     """Name of its agent, by which the node is known; a launcher that is started again is another one."""
@@ -43,7 +43,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Terms:
-    """What the job allows, as node 0 was told."""
+    """The job's limits, as node 0 was told."""
 
     min_nodes: int
     max_nodes: int
@@ -59,18 +59,18 @@ class Terms:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether nodes may leave and others join."""
+        """True when nodes may leave and others join."""
         return self.min_nodes < self.max_nodes
 
     @property
     def survives_losses(self) -> bool:
-        """Whether the job goes on, or waits, when a node is lost."""
+        """True when the job goes on, or waits, when a node is lost."""
         return self.is_elastic or self.max_restarts > 0
 
 
 @dataclass(frozen=True)
 class Place:
-    """What a node is in a round."""
+    """A node's ranks in a round."""
 
     round: int
     group_rank: int
@@ -80,7 +80,7 @@ class Place:
 
 
 def place_nodes(round: int, group_ranks: Mapping[str, int], num_local_workers: Mapping[str, int]) -> dict[str, Place]:
-    """Where each agent stands; ranks follow each other in the order of group ranks, however many each node has."""
+    """Numbers the ranks of each agent, one after another in the order of group ranks, however many each node has."""
     world_size = sum(num_local_workers[agent] for agent in group_ranks)
     places = {}
     first_rank = 0

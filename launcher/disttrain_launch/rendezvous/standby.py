@@ -88,7 +88,7 @@ class Standby:
 
     @property
     def _is_home(self) -> bool:
-        """Whether the standby has become the store."""
+        """True when the standby has become the store."""
         return self._server is not None and self._store.addresses[0] == (self._known_as, self._server.port)
 
     def _keep(self, *, is_wanted: bool) -> None:

@@ -1,4 +1,4 @@
-"""How nodes become a job, and stay one: events in, commands out, no I/O and no clock.
+"""The rendezvous' state machine, by which nodes become a job: events in, commands out, no I/O and no clock.
 
 Node 0 runs one `Rendezvous` for the whole job and decides alone, so that no two nodes can think differently. Nodes
 gather; when enough have come, each is told its place in a numbered round. A round ends for all of its nodes alike: when
@@ -101,7 +101,7 @@ class Rendezvous:
 
     @property
     def num_unaware(self) -> int:
-        """How many nodes have not said yet that they know that it is over."""
+        """The number of nodes that have not confirmed yet that the job is over."""
         return len(self._unaware)
 
     @property
@@ -116,7 +116,7 @@ class Rendezvous:
 
     @property
     def deadline_s(self) -> float | None:
-        """When `TimePassed` is next of interest."""
+        """The time at which `TimePassed` is next of interest."""
         times_s = self._held.deadlines_s
         if self.phase is Phase.STOPPING:
             times_s.append(self._until_s)
@@ -215,7 +215,7 @@ class Rendezvous:
         return refused
 
     def _holder(self, node: Node) -> Node:
-        """Who has the rank that `node` wants."""
+        """The agent that has the rank that `node` wants."""
         assert node.node_rank is not None, "only a rank can be taken"
         return self._peers[self._by_node_rank[node.node_rank]].node
 
@@ -268,9 +268,9 @@ class Rendezvous:
         elif was_busy and self.phase is Phase.RUNNING:
             self._stop(Lost(f"{peer.node} {silent}; the job was stopped."))
 
-    def _change(self, what: str) -> None:
+    def _change(self, change: str) -> None:
         if self.phase is Phase.RUNNING:
-            self._stop(Changed(what))
+            self._stop(Changed(change))
         self._is_change = not isinstance(self._cause, Interrupted | Lost)
 
     def _rest(self, peer: Peer) -> None:
@@ -317,7 +317,7 @@ class Rendezvous:
         return not self._has_success and len(self._members) < min(len(self._peers), self.terms.max_nodes)
 
     def _is_called(self, now_s: float, *, has_enough: bool) -> bool:
-        """Whether to go ahead: all that there may be are here, or the last call is over."""
+        """True when the round may begin: all nodes that there may be are here, or the last call is over."""
         if not has_enough:
             self._last_call_s = None
             return False
@@ -353,13 +353,13 @@ class Rendezvous:
     def _stop_waiting(self) -> None:
         """Some nodes live and did not stop their workers: whatever holds them shall not hold the others."""
         for peer in [peer for peer in self._peers.values() if peer.is_busy]:
-            left = Lost(f"{peer.node} did not stop its workers within {peer.node.stop_s:g} s, and was given up.")
-            self._commands.append(Warn(left.problem))
+            lost = Lost(f"{peer.node} did not stop its workers within {peer.node.stop_s:g} s, and was given up.")
+            self._commands.append(Warn(lost.problem))
             if peer.node.agent == self._leader.agent:
-                self._end(Done(left))
+                self._end(Done(lost))
                 return
             self._rest(peer)
-            self._remove(peer, Done(left))
+            self._remove(peer, Done(lost))
 
     def _decide(self, now_s: float) -> None:
         assert self._cause is not None, "nothing is stopped without a cause"
@@ -384,8 +384,8 @@ class Rendezvous:
         if self._round < 0:
             self._end(too_few(set(self._by_node_rank), len(self._peers), self.terms))
         else:
-            left = f"{len(self._peers)} of at least {self.terms.min_nodes} nodes were left"
-            self._end(Done(Lost(f"{left}, and no other came within {self.terms.join_timeout_s:g} s.")))
+            shortage = f"{len(self._peers)} of at least {self.terms.min_nodes} nodes were left"
+            self._end(Done(Lost(f"{shortage}, and no other came within {self.terms.join_timeout_s:g} s.")))
 
     def _end(self, word: Word) -> None:
         self.phase, self._last_word = Phase.OVER, word

@@ -1,4 +1,4 @@
-"""What workers of earlier rounds left in the store is removed, so that a job may have any number of rounds."""
+"""Removes what workers of earlier rounds left in the store, so that a job may have any number of rounds."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a node was asked to run."""
+"""A request to run a job on a node."""

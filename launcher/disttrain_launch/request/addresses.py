@@ -1,4 +1,4 @@
-"""Which addresses stay on this machine, and which ports are free on it."""
+"""Finds addresses that stay on this machine, and ports that are free on it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def is_loopback(host: str) -> bool:
 def is_ours(host: str) -> bool:
     """True when `host` is an address of this machine."""
     try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return False
-    return any(_can_bind(family, address) for family, _, _, _, address in found)
+    return any(_can_bind(family, address) for family, _, _, _, address in addresses)
 
 
 def _can_bind(family: int, address: tuple[Any, ...]) -> bool:

@@ -251,12 +251,12 @@ def parse(
     defaults = {**vars(parser.parse_args([])), "script": None, "script_args": []}
     # A list is what its flag adds to: empty says that it was not given.
     parser.set_defaults(**{name: _ABSENT for name, default in defaults.items() if not isinstance(default, list)})
-    given = _given(parser, argv)
+    on_line = _given(parser, argv)
     chosen: dict[str, Any] = {}
     if not settings.AGENT.is_set(environ):
         for prefix in VARIABLE_PREFIXES:
             chosen = _over(_from_variables(parser, defaults, prefix, environ), chosen)
-    chosen = _over(given, chosen)
+    chosen = _over(on_line, chosen)
     return argparse.Namespace(**{**defaults, **chosen}, given=frozenset(chosen))
 
 
@@ -269,15 +269,15 @@ def _given(parser: Parser, argv: Sequence[str] | None) -> dict[str, Any]:
 def _from_variables(
     parser: Parser, defaults: Mapping[str, Any], prefix: str, environ: Mapping[str, str]
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    chosen: dict[str, Any] = {}
     for name in defaults:
         variable = prefix + name.upper()
         if name not in _NO_FLAGS and (text := environ.get(variable)):
             parser.source = f"{variable}={text}: "
-            found[name] = _value(parser, name, text, is_switch=defaults[name] is False)
+            chosen[name] = _value(parser, name, text, is_switch=defaults[name] is False)
     parser.source = ""
     # Kubeflow gives both; the endpoint is the one that its users chose.
-    return _over({"rdzv_endpoint": found["rdzv_endpoint"]}, found) if "rdzv_endpoint" in found else found
+    return _over({"rdzv_endpoint": chosen["rdzv_endpoint"]}, chosen) if "rdzv_endpoint" in chosen else chosen
 
 
 def _value(parser: Parser, name: str, text: str, *, is_switch: bool) -> Any:

@@ -1,4 +1,4 @@
-"""What a node was asked to run, as one frozen value; whatever is wrong with it was refused while it was made."""
+"""A job as one frozen value; whatever is wrong with it was refused while it was made."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _mask(text: str) -> int:
 
 @dataclass(frozen=True)
 class LogPlan:
-    """Which stream of which worker goes to a file under `directory`, which to the screen."""
+    """The choice of workers' streams that go to files under `directory`, and of those that go to the screen."""
 
     directory: Path | None = None
     only_file: StreamChoice = StreamChoice()

@@ -84,14 +84,14 @@ def _num_nodes(args: argparse.Namespace) -> tuple[int, int]:
     if args.standalone:
         conflicts = [
             flag
-            for flag, given in (
+            for flag, is_given in (
                 ("--nnodes", int(most) != 1),
                 ("--node-rank", bool(args.node_rank)),
                 ("--master-addr", args.master_addr is not None),
                 ("--master-port", args.master_port is not None),
                 ("--rdzv-endpoint", args.rdzv_endpoint is not None),
             )
-            if given
+            if is_given
         ]
         if conflicts:
             raise LaunchError(
@@ -297,7 +297,7 @@ _OF_TORCHS_STORE = {"read_timeout", "store_type", "use_libuv"}
 
 
 def _waits(args: argparse.Namespace) -> dict[str, Any]:
-    """What --rdzv-conf and --join-timeout say, as fields of JobSpec."""
+    """The fields of JobSpec that --rdzv-conf and --join-timeout set."""
     fields: dict[str, Any] = {}
     for item in filter(None, args.rdzv_conf.split(",")):
         name, _, text = item.partition("=")

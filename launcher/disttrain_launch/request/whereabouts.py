@@ -1,4 +1,4 @@
-"""Where the jobs of this user on this machine have their stores.
+"""Registers the stores of this user's jobs on this machine.
 
 Each launcher leaves a note in its own folder for temporary files, which goes with it, however it ends.
 """
@@ -16,7 +16,7 @@ _NOTE = "job.json"
 
 @dataclass(frozen=True)
 class Address:
-    """Where a job's store is, and the file with its token; empty: it has none."""
+    """The address of a job's store, and the file with its token; empty: it has none."""
 
     endpoint: str
     token_file: str = ""
@@ -32,12 +32,12 @@ def leave_note(folder: Path, address: Address) -> None:
 def addresses_here() -> list[Address]:
     """Of this user's jobs on this machine. Of one that was killed with all its processes the note is still there, and
     another job may have its port."""
-    found: dict[Address, None] = {}
+    addresses: dict[Address, None] = {}
     for note in sorted(Path(tempfile.gettempdir()).glob(f"disttrain-*/{_NOTE}")):
         try:
             # What somebody else has put there is none of ours.
             if note.lstat().st_uid == os.getuid() == note.parent.lstat().st_uid:
-                found[Address(**json.loads(note.read_text(encoding="utf-8")))] = None
+                addresses[Address(**json.loads(note.read_text(encoding="utf-8")))] = None
         except (OSError, ValueError, TypeError):
             continue  # Its job ends just now, or begins.
-    return [*found]
+    return [*addresses]

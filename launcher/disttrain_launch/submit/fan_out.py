@@ -176,7 +176,7 @@ class FanOut:
         end = self._ended[first]
         if self._was_signalled:
             return end.exit_code  # No host is to blame, and the launchers have said why they end.
-        what = "ssh ended with 255: not reached, or lost" if end.exit_code == _UNREACHED else str(end)
+        reason = "ssh ended with 255: not reached, or lost" if end.exit_code == _UNREACHED else str(end)
         host = self._orders[first].host
-        self._streams.say(f"{OPERATION}: host {host} (node {first}) failed first: {what}\n")
+        self._streams.say(f"{OPERATION}: host {host} (node {first}) failed first: {reason}\n")
         return end.exit_code

@@ -1,4 +1,4 @@
-"""What every cluster is told of a job, checked before anything is written or sent."""
+"""The request that every cluster gets, checked before anything is written or sent."""
 
 from __future__ import annotations
 
@@ -115,9 +115,9 @@ def _flag(name: str) -> str:
 
 def _launcher_flags(args: argparse.Namespace, without: Collection[str]) -> list[str]:
     """The launcher's own flags among those given, as arguments again."""
-    own: dict[str, Any] = vars(make_parser().parse_args([]))
+    defaults: dict[str, Any] = vars(make_parser().parse_args([]))
     flags = []
     for name, value in vars(args).items():
-        if name in own and name in args.given and name not in {"script", "script_args", *without}:
+        if name in defaults and name in args.given and name not in {"script", "script_args", *without}:
             flags += [_flag(name)] * value if isinstance(value, bool) else [f"{_flag(name)}={value}"]
     return flags

@@ -1,4 +1,4 @@
-"""What ssh runs on each host, and what that is told on its standard input.
+"""Makes the commands that ssh runs on each host, and their standard input.
 
 Nothing has to survive a remote shell's quoting, and neither variables nor token show in `ps`. An order is one line of
 JSON: the launcher's arguments, variables, working directory and the job's token. Whatever follows are signals to pass
@@ -66,8 +66,8 @@ def orders(
 ) -> list[Order]:
     """Each host's order. Args: token  of the job;  directory  to work in;  python_path  where hosts find disttrain."""
     run_id = args.rdzv_id or f"ssh-{secrets.token_hex(4)}"
-    found = ("env", f"PYTHONPATH={python_path}") if python_path else ()
-    far_end = shlex.join((*found, job.python, "-m", "disttrain_launch.submit.far_end"))
+    variables_first = ("env", f"PYTHONPATH={python_path}") if python_path else ()
+    far_end = shlex.join((*variables_first, job.python, "-m", "disttrain_launch.submit.far_end"))
     made = []
     for node_rank, host in enumerate(hosts):
         flags = ["--token-file=-"]

@@ -1,4 +1,4 @@
-"""Which cores and which memory each worker of a node gets: those near its GPU.
+"""Binds each worker of a node to cores and memory: those near its GPU.
 
 The ways to bind are torchrun's (torch's documentation, "NUMA Binding"): all cores of the GPU's NUMA node, all of its
 socket, a share of the node's that no other worker has, or one group of cores with a common cache.
@@ -21,7 +21,7 @@ AUTO, NONE = "auto", "none"
 
 
 class Way(Enum):
-    """How workers are bound."""
+    """A way to bind workers."""
 
     NODE = "node"
     SOCKET = "socket"
@@ -44,8 +44,8 @@ def bindings(topology: Topology, num_workers: int, way: Way) -> tuple[Binding | 
     """
     homes = _homes(topology, num_workers)
     return tuple(
-        None if home is None else _binding(topology, way, home, place, homes.count(home))
-        for home, place in zip(homes, _places(homes), strict=True)
+        None if home is None else _binding(topology, way, home, position, homes.count(home))
+        for home, position in zip(homes, _positions(homes), strict=True)
     )
 
 
@@ -62,8 +62,7 @@ def chosen_bindings(choice: str, num_workers: int, environ: Mapping[str, str]) -
 
 @contextmanager
 def inherited_by_children(binding: Binding | None) -> Iterator[None]:
-    """What is started by this thread meanwhile is bound so from its first instruction on; the thread itself is not,
-    afterwards."""
+    """Binds what this thread starts meanwhile, from its first instruction on; afterwards the thread is as before."""
     if binding is None:
         yield
         return
@@ -87,12 +86,12 @@ def _homes(topology: Topology, num_workers: int) -> Sequence[int | None]:
     return [node if node in nodes else None for node in near]
 
 
-def _places(homes: Sequence[int | None]) -> list[int]:
-    """How many workers before it have the same home."""
+def _positions(homes: Sequence[int | None]) -> list[int]:
+    """The number of earlier workers with the same home, for each."""
     return [homes[:worker].count(home) for worker, home in enumerate(homes)]
 
 
-def _binding(topology: Topology, way: Way, home: int, place: int, num_sharing: int) -> Binding:
+def _binding(topology: Topology, way: Way, home: int, position: int, num_sharing: int) -> Binding:
     near = {number: core for number, core in topology.cores.items() if core.numa_node == home}
     if way is Way.SOCKET:
         sockets = {core.socket for core in near.values()}
@@ -101,15 +100,15 @@ def _binding(topology: Topology, way: Way, home: int, place: int, num_sharing: i
     if way is Way.EXCLUSIVE:
         physical = sorted({core.physical for core in near.values()})
         # With more workers than cores, neighbours share one.
-        first, last = (len(physical) * edge // num_sharing for edge in (place, place + 1))
-        own = set(physical[first : max(last, first + 1)])
-        near = {number: core for number, core in near.items() if core.physical in own}
+        first, last = (len(physical) * edge // num_sharing for edge in (position, position + 1))
+        cores = set(physical[first : max(last, first + 1)])
+        near = {number: core for number, core in near.items() if core.physical in cores}
     if way is Way.CORE_COMPLEX:
         sizes: dict[int, int] = {}
         for core in near.values():
             sizes[core.complex] = sizes.get(core.complex, 0) + 1
         largest = sorted(group for group, size in sizes.items() if size == max(sizes.values()))
-        chosen = largest[place % len(largest)]
+        chosen = largest[position % len(largest)]
         near = {number: core for number, core in near.items() if core.complex == chosen}
     return Binding(frozenset(near), frozenset({home}))
 
@@ -121,7 +120,7 @@ _BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
 def _has_memory_policy() -> bool:
-    """Whether somebody has said already where memory comes from, such as numactl. Source: get_mempolicy(2)."""
+    """True when somebody, such as numactl, has set a policy for memory already. Source: get_mempolicy(2)."""
     call, mode = _GET_MEMPOLICY.get(platform.machine()), ctypes.c_int()
     if call is None or ctypes.CDLL(None).syscall(call, ctypes.byref(mode), None, 0, None, 0) != 0:
         return False

@@ -1,4 +1,4 @@
-"""How this node's workers are: who runs, who ended and how, and what each has reported."""
+"""The state of this node's workers: who runs, who ended and how, and what each has reported."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Board:
         with self._lock:
             for local_rank, worker in self._workers.items():
                 # Nothing is found while a report is being written: then the one before is still good.
-                if self._pages and (told := self._told(local_rank)) is not None:
-                    self._workers[local_rank] = replace(worker, told_s=told[0], numbers=told[1])
+                if self._pages and (report := self._told(local_rank)) is not None:
+                    self._workers[local_rank] = replace(worker, told_s=report[0], numbers=report[1])
             return NodeState(self._round, tuple(worker for _, worker in sorted(self._workers.items())))
 
     def _wipe(self) -> None:

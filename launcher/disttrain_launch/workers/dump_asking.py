@@ -57,7 +57,7 @@ class Dumping:
 
     @property
     def is_over(self) -> bool:
-        """Whether all that were asked have dumped."""
+        """True when all that were asked have dumped."""
         if self.fd is not None and self._awaited:
             self._awaited -= _names(self.fd)
         return not self._awaited
@@ -70,7 +70,7 @@ class Dumping:
 
 
 def collect_rings(rings: Path, folder: Path) -> None:
-    """What the workers of a round have left of their rings, to its dumps. For when they are gone."""
+    """Adds the rings that workers of a round left to its dumps. For when they are gone."""
     _keep(collect, rings, folder)
 
 

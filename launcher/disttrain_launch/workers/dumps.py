@@ -1,4 +1,4 @@
-"""Where the flight recorders' dumps and rings of a job go."""
+"""Chooses the folders of a job's flight recorder dumps and rings."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def with_dump_folder(environ: Mapping[str, str], spec: JobSpec, own_folder: Path
 
 
 def dump_folder(environ: Mapping[str, str], round: int) -> Path:
-    """What `with_dump_folder` has set, or a folder in it: dumps of several rounds would contradict each other."""
+    """The folder that `with_dump_folder` has set, or one in it: dumps of several rounds would contradict each other."""
     folder = settings.FLIGHT_DIR.read(environ)
     assert folder is not None, "launch sets it"
     return folder if round == 0 else folder / f"round-{round}"
 
 
 def ring_folder(environ: Mapping[str, str]) -> Path:
-    """What `with_dump_folder` has set; it is there when a worker has recorded."""
+    """The folder that `with_dump_folder` has set; it is there when a worker has recorded."""
     rings = settings.FLIGHT_RING_DIR.read(environ)
     assert rings is not None, "launch sets it"
     return rings

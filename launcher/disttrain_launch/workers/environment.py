@@ -1,4 +1,4 @@
-"""What a worker finds in its environment: the variables that torchrun gives, and where disttrain's store is.
+"""Makes a worker's environment: the variables that torchrun gives, and the address of disttrain's store.
 
 Names and meanings: torch's documentation of torchrun, "Environment Variables".
 """
@@ -17,7 +17,7 @@ from disttrain_launch.request.job import JobSpec
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where this job's processes meet."""
+    """The addresses at which this job's processes meet."""
 
     store_addr: str
     store_port: int
@@ -40,7 +40,7 @@ class Meeting:
         address, standby = (self.store_addr, self.store_port), None
         if self.addresses is not None:
             address, standby = self.addresses()
-        return ",".join(_endpoint(*place) for place in (address, standby) if place is not None)
+        return ",".join(_endpoint(*pair) for pair in (address, standby) if pair is not None)
 
 
 def _endpoint(host: str, port: int) -> str:
@@ -52,7 +52,7 @@ def worker_environment(
 ) -> dict[str, str]:
     """The whole environment of the worker with this `local_rank`."""
     place = run.place
-    ours = {
+    variables = {
         "RANK": place.first_rank + local_rank,
         "LOCAL_RANK": local_rank,
         "GROUP_RANK": place.group_rank,
@@ -73,7 +73,7 @@ def worker_environment(
         settings.ROUND.name: place.round,
         settings.AGENT.name: agent,
     }
-    environ = {**inherited, **{name: str(value) for name, value in ours.items()}}
+    environ = {**inherited, **{name: str(value) for name, value in variables.items()}}
     environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if spec.num_local_workers > 1 and not settings.NUM_THREADS.is_set(inherited):
         environ[settings.NUM_THREADS.name] = str(spec.num_threads)

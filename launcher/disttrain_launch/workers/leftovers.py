@@ -22,17 +22,17 @@ KILL_WAIT_S = 3.0
 def stop_leftovers(agent: str, sessions: Collection[int], grace_s: float) -> list[int]:
     """Stop what is left of `agent`: SIGTERM, and SIGKILL after `grace_s`. Returns whom even that did not end."""
     _signal_and_wait(_find(agent, sessions), signal.SIGTERM, grace_s)
-    held: set[int] = set()
+    killed: set[int] = set()
     for _ in range(MAX_ROUNDS):  # Whoever forks while it is being looked for is found in the next round.
-        found = _find(agent, sessions, held)
-        if not found:
+        remaining = _find(agent, sessions, killed)
+        if not remaining:
             break
-        held |= _signal_and_wait(found, signal.SIGKILL, KILL_WAIT_S)
-    return sorted(held)
+        killed |= _signal_and_wait(remaining, signal.SIGKILL, KILL_WAIT_S)
+    return sorted(killed)
 
 
 def state_of(pid: int) -> str:
-    """What the kernel says that this process does, as `D (disk sleep)`; empty when it is gone."""
+    """The kernel's word for the state of this process, as `D (disk sleep)`; empty when it is gone."""
     try:
         with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
             return next((line.partition(":")[2].strip() for line in file if line.startswith("State:")), "")
@@ -42,7 +42,7 @@ def state_of(pid: int) -> str:
 
 def _find(agent: str, sessions: Collection[int], but: Collection[int] = ()) -> dict[int, int]:
     """pidfds, by pid, of live processes of this agent; itself, zombies and `but` left out."""
-    found = {}
+    processes = {}
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if not name.isdigit() or int(name) == os.getpid() or int(name) in but:
             continue
@@ -51,10 +51,10 @@ def _find(agent: str, sessions: Collection[int], but: Collection[int] = ()) -> d
         except OSError:
             continue
         if _belongs(int(name), agent, sessions):
-            found[int(name)] = pidfd
+            processes[int(name)] = pidfd
         else:
             os.close(pidfd)
-    return found
+    return processes
 
 
 def _belongs(pid: int, agent: str, sessions: Collection[int]) -> bool:
@@ -75,10 +75,10 @@ def _belongs(pid: int, agent: str, sessions: Collection[int]) -> bool:
     return marker + b"\0" in variables or marker + b"/" in variables
 
 
-def _signal_and_wait(found: dict[int, int], number: signal.Signals, wait_s: float) -> set[int]:
+def _signal_and_wait(processes: dict[int, int], number: signal.Signals, wait_s: float) -> set[int]:
     """Signal all, wait until they are gone or time is up, close the pidfds. Returns who is left."""
     gone = select.poll()
-    pid_of = {pidfd: pid for pid, pidfd in found.items()}
+    pid_of = {pidfd: pid for pid, pidfd in processes.items()}
     for pidfd in pid_of:
         try:
             signal.pidfd_send_signal(pidfd, number)

@@ -1,4 +1,4 @@
-"""How a worker, a round and a job ended, as values that nodes tell each other."""
+"""Ends of a worker, a round and a job, as values that nodes tell each other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Exit:
-    """How one process ended; `returncode` is negative for a signal, as in `subprocess`."""
+    """The end of one process; `returncode` is negative for a signal, as in `subprocess`."""
 
     returncode: int
 

@@ -1,4 +1,4 @@
-"""What one node's agent does about its workers in one round: events in, commands out, no I/O and no clock.
+"""Supervises one node's workers in one round: events in, commands out, no I/O and no clock.
 
 The first cause decides how the round ends: a worker that fails, a signal to a launcher, or word from another node.
 Whatever the cause, the remaining workers are signalled, given a grace, and killed when it is over. Whom even that does

@@ -1,4 +1,4 @@
-"""What this machine is like, as far as it matters where a worker runs: cores, NUMA nodes, and which GPU is near which.
+"""Reads this machine's topology, as far as it matters where a worker runs: cores, NUMA nodes, and GPUs near them.
 
 Read from Linux's /sys and /proc. Sources: kernel documentation, "ABI/stable/sysfs-devices-node",
 "admin-guide/cputopology"; NVIDIA's driver README, chapter "Using the /proc File System Interface".
@@ -41,7 +41,7 @@ class Topology:
 
 
 def numbers_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> bool:
-    """Whether it is sure which GPUs workers see: a part of them may be numbered from 0 within a control group."""
+    """True when it is sure which GPUs workers see: a part of them may be numbered from 0 within a control group."""
     num_installed = len(list((root / GPU_FOLDER).glob("*")))
     entries = [entry for entry in environ.get(settings.VISIBLE_GPUS.name, "").split(",") if entry.strip()]
     are_numbers = any(entry.strip().isdigit() for entry in entries)
@@ -61,7 +61,7 @@ def read_topology(environ: Mapping[str, str], allowed: frozenset[int], root: Pat
 
 
 def core_list(text: str) -> list[int]:
-    """What the kernel writes as `0-3,8,10-11`."""
+    """Parses a list of cores as the kernel writes it: `0-3,8,10-11`."""
     ranges = [part.partition("-") for part in text.strip().split(",") if part.strip()]
     return [core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)]
 
@@ -92,8 +92,8 @@ def _address(entry: str, addresses: list[str], root: Path) -> str | None:
     if not entry.startswith("GPU-"):
         return None
     for address in addresses:
-        told = re.search(r"GPU UUID:\s*(\S+)", _text(root / GPU_FOLDER / address / "information"))
-        if told is not None and told[1].startswith(entry):
+        match = re.search(r"GPU UUID:\s*(\S+)", _text(root / GPU_FOLDER / address / "information"))
+        if match is not None and match[1].startswith(entry):
             return address
     return None
 

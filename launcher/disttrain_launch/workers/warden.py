@@ -69,11 +69,11 @@ def _watch(read_fd: int, agent: str, folders: Sequence[Path], grace_s: float, ke
         nothing = os.open(os.devnull, os.O_RDWR)
         for standard_fd in (0, 1, 2):
             os.dup2(nothing, standard_fd)
-        told = b""
+        message = b""
         while data := os.read(read_fd, 65536):
-            told += data
-        if not told.endswith(_FAREWELL):
-            stop_leftovers(agent, {int(pid) for pid in told.rpartition(_NONE)[2].split()}, grace_s)
+            message += data
+        if not message.endswith(_FAREWELL):
+            stop_leftovers(agent, {int(pid) for pid in message.rpartition(_NONE)[2].split()}, grace_s)
             with suppress(Exception):
                 keep()
             for folder in folders:

@@ -56,7 +56,7 @@ class Worker:
         self.pid = self._process.pid
 
     def poll(self) -> Exit | None:
-        """How it ended; None while it runs. Never waits."""
+        """The worker's end; None while it runs. Never waits."""
         returncode = self._process.poll()
         return None if returncode is None else Exit(returncode)
 
