@@ -16,7 +16,7 @@ from disttrain.fsdp2._torch import is_copying
 from disttrain.fsdp2.faults.lost_writes import note_request, refuse_writes_on_request
 from disttrain.fsdp2.machine.schedule import finish_all, reduce_all, reshard_all, unshard_all
 from disttrain.fsdp2.machine.unit import Unit, forget_grads, keep_unsharded, release, reshard
-from disttrain.fsdp2.params.cast_shards import CastCopies
+from disttrain.fsdp2.params.cast_copies import CastCopies
 from disttrain.fsdp2.params.param_group import ParamGroup
 from disttrain.fsdp2.root import share_comm
 from disttrain.fsdp2.state import ShardState, state_of

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
+from torch import nn
 
 from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import when_backward_ends
@@ -19,16 +21,28 @@ from disttrain.fsdp2.modules.structure import Structure
 from disttrain.fsdp2.runner import run
 from disttrain.fsdp2.transfers.comm import Comm
 from disttrain.fsdp2.transfers.measuring import costs_of
-from disttrain.fsdp2.transfers.planning import TransferPlan, carry_out, plan_transfers
+from disttrain.fsdp2.transfers.planning import PlannedState, TransferPlan, carry_out, plan_transfers
 
-if TYPE_CHECKING:
-    from disttrain.fsdp2.state import ShardState
+
+class RootedState(PlannedState, Protocol):
+    """Modules that share a root with others."""
+
+    context: RootContext | None
+    shared_comm: Comm | None
+    post_optim_event: torch.Event | None
+
+    @property
+    def modules(self) -> Sequence[nn.Module]: ...
+
+    def forget_forward(self) -> None: ...
+
+    def become_root(self) -> RootContext: ...
 
 
 class RootContext:
     """The machine of one model, with the streams, the plan of transfers and the checks that its modules share."""
 
-    def __init__(self, root: ShardState, states: list[ShardState], comm: Comm) -> None:
+    def __init__(self, root: RootedState, states: Sequence[RootedState], comm: Comm) -> None:
         self.root = root
         self.states = states
         self.comm = comm
@@ -123,7 +137,7 @@ class RootContext:
         self.run(self.model.abandon())
 
 
-def share_comm(states: list[ShardState]) -> None:
+def share_comm(states: Sequence[RootedState]) -> None:
     """Let these roots communicate on the same streams."""
     for state in states:
         comm = state.shared_comm = states[0].shared_comm = states[0].shared_comm or Comm(states[0].device)

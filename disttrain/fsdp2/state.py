@@ -19,7 +19,7 @@ from torch import nn
 from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import backward_is_running, is_transformed, out_of_graphs
 from disttrain.fsdp2.faults.checks import is_begun, refuse_begun, refuse_transform
-from disttrain.fsdp2.faults.lone_errors import tell_of_failure
+from disttrain.fsdp2.faults.lone_errors import tell_of
 from disttrain.fsdp2.faults.lost_writes import note_values, refuse_writes, written_since
 from disttrain.fsdp2.faults.stale_graphs import refuse_stale, written_to
 from disttrain.fsdp2.faults.stale_optimizers import watch_stale_optimizers
@@ -197,7 +197,7 @@ class ShardState:
         # Of calls within each other the outermost's inputs tell that the backward of all is over.
         is_first = (is_recomputation or unit.begins_with(module)) and is_outermost
         if torch.is_grad_enabled() and self.groups and is_first:
-            args, kwargs = watch_inputs(self, args, kwargs)
+            args, kwargs = watch_inputs(self.post_backward, args, kwargs)
         self._forwards.note(arguments, (args, kwargs))
         return args, kwargs
 
@@ -232,7 +232,7 @@ class ShardState:
         self._forwards.end()
         context, unit = self.context, self.unit
         if (unit.is_root or context is None) and outputs is None and not unit.is_scheduled:
-            tell_of_failure(self)
+            self._tell_of_failure()
         if context is None:
             return outputs
         model = context.model
@@ -260,7 +260,8 @@ class ShardState:
         is_unheard = not num_watched and any(group.state.is_trained for group in self.groups)
         unit.is_silent = grad_will_come and (is_unheard or num_outputs == 0)
         if not unit.is_scheduled:
-            watch_gradients(self, may_be_hidden=grad_will_come and may_hide_tensors(outputs))
+            if unit.is_silent or (grad_will_come and may_hide_tensors(outputs)):
+                watch_gradients(self.groups, self._gradient_is_there)
             is_begun_only = is_begun(outputs)
             context.run(
                 model.forward_ends(unit, has_failed=has_failed, grad_will_come=grad_will_come, is_begun=is_begun_only)
@@ -269,6 +270,18 @@ class ShardState:
                 refuse_begun(outputs, type(module).__name__)
         refuse_writes(written, type(module).__name__)
         return outputs
+
+    def _tell_of_failure(self) -> None:
+        """If the forward of this root has failed, with other ranks waiting for what would have come, tell them."""
+        error, context = sys.exception(), self.context
+        goes_on = torch.is_grad_enabled() or context is None or not context.model.order.is_over
+        if isinstance(error, Exception) and goes_on:
+            tell_of("forward", error, [group for state in self.with_those_below() for group in state.groups])
+
+    def _gradient_is_there(self, _: object) -> None:
+        """A gathered parameter of modules whose outputs tell nothing has a gradient."""
+        if self.context is not None and not self.unit.is_scheduled:
+            self.context.begin_backward()
 
     def _watch_output(self, tensor: torch.Tensor, gathered: Sequence[object]) -> torch.Tensor:
         if tensor.requires_grad:
@@ -307,7 +320,7 @@ class ShardState:
         parameters are not those that were sharded."""
         states = self.with_those_below()
         for state in states:
-            check_parameters(state)
+            check_parameters(state.modules, state.groups, state.left_alone)
         for group in self.groups:
             self._reduce_in_buckets(group)
         watch_stale_optimizers(self, [group for state in states for group in state.groups])

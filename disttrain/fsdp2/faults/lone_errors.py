@@ -8,21 +8,28 @@ waits, and nothing happens. Nothing of this runs while all is well.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from disttrain.errors import DisttrainError
 from disttrain.process_group.watching.refusals import ANY
 
 if TYPE_CHECKING:
-    from disttrain.fsdp2.params.param_group import ParamGroup
-    from disttrain.fsdp2.state import ShardState
+    from disttrain.fsdp2.params.sharding import Sharding
+    from disttrain.process_group import ProcessGroup
 
 
-def tell_of(operation: str, error: Exception, groups: Sequence[ParamGroup]) -> None:
+class OnRanks(Protocol):
+    """Parameters that ranks gather and reduce together."""
+
+    @property
+    def sharding(self) -> Sharding: ...
+
+    @property
+    def reduced_apart(self) -> ProcessGroup | None: ...
+
+
+def tell_of(operation: str, error: Exception, groups: Sequence[OnRanks]) -> None:
     """This rank is about to raise `error`: nobody must wait for it to gather or reduce these groups, or others on their
     meshes. What it has raised before, in place of the same collective, is what the others are told."""
     meshes = {group.sharding.mesh for group in groups}
@@ -35,11 +42,3 @@ def tell_of(operation: str, error: Exception, groups: Sequence[ParamGroup]) -> N
                 each.refuse(operation, error, ANY)
     except DisttrainError as reason:
         error.add_note(f"The other ranks could not be told: {reason}")
-
-
-def tell_of_failure(state: ShardState) -> None:
-    """If the forward of a root, `state`, has failed, with other ranks waiting for what would have come, tell them."""
-    error, context = sys.exception(), state.context
-    goes_on = torch.is_grad_enabled() or context is None or not context.model.order.is_over
-    if isinstance(error, Exception) and goes_on:
-        tell_of("forward", error, [group for each in state.with_those_below() for group in each.groups])

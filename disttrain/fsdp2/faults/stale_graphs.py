@@ -14,22 +14,12 @@ from typing import TYPE_CHECKING
 
 from disttrain.dtensor.views.data import num_data_writes
 from disttrain.errors import ShardingError
-from disttrain.fsdp2._torch import versions_of
 from disttrain.fsdp2.faults.lone_errors import tell_of
+from disttrain.fsdp2.params.param import versions
 
 if TYPE_CHECKING:
-    import torch
-
     from disttrain.fsdp2.machine.group import Group
-    from disttrain.fsdp2.params.param import ShardedParam
     from disttrain.fsdp2.params.param_group import ParamGroup
-
-
-def versions(params: Sequence[ShardedParam], flat: torch.Tensor | None) -> tuple[int, ...]:
-    """Others when the shards have been written to, or lie in another buffer. What is written through a DTensor does not
-    count for `flat`, nor what is written to that for DTensors."""
-    shards = [param.sharded for param in params]
-    return (id(flat), *versions_of(shards if flat is None else [flat, *shards]))
 
 
 def written_to(groups: Sequence[ParamGroup]) -> list[Group]:
@@ -53,9 +43,9 @@ def refuse_stale(groups: Sequence[ParamGroup], gathered: Sequence[object], kind:
 
     A rank that has written to its shard alone is alone with this error, and tells the others.
     """
-    for group, versions in zip(groups, gathered, strict=True):
+    for group, expected in zip(groups, gathered, strict=True):
         is_converted = _is_converted(group)
-        if group.gathered == versions and not is_converted:
+        if group.gathered == expected and not is_converted:
             continue
         done = "converted" if is_converted else "written to"
         error = ShardingError(

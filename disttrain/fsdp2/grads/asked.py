@@ -30,10 +30,9 @@ from disttrain.fsdp2.params.param import ShardedParam, is_shard
 
 if TYPE_CHECKING:
     from disttrain.fsdp2.params.param_group import ParamGroup
-    from disttrain.fsdp2.root import RootContext
-    from disttrain.fsdp2.state import ShardState
+    from disttrain.fsdp2.root import RootContext, RootedState
 
-_ROOTS: Final[weakref.WeakSet[ShardState]] = weakref.WeakSet()
+_ROOTS: Final[weakref.WeakSet[RootedState]] = weakref.WeakSet()
 """Whose shards may be asked for."""
 _MUTEX: Final = threading.Lock()
 """Ranks may be threads."""
@@ -44,7 +43,7 @@ _APART: Final = frozenset(["unreduced", "reduces_over_replicas", "has_taken_part
 Run = Callable[..., tuple[torch.Tensor | None, ...]]
 
 
-def answer_for(root: ShardState) -> None:
+def answer_for(root: RootedState) -> None:
     """From now on gradients of the shards below `root` are found when they are asked for, as long as it lives."""
     _watch_calls()
     with _MUTEX:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from disttrain.fsdp2.modules.nests import for_each_tensor
 
-if TYPE_CHECKING:
-    from disttrain.fsdp2.state import ShardState
-
 
 def watch_inputs(
-    state: ShardState, args: tuple[Any, ...], kwargs: dict[str, Any]
+    post_backward: Callable[[], None], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Pass the inputs that require gradients through a function whose backward tells `state` that its own is over."""
+    """Pass the inputs that require gradients through a function whose backward calls `post_backward`."""
     inputs: list[torch.Tensor] = []
 
     def collect(tensor: torch.Tensor) -> torch.Tensor:
@@ -27,7 +25,7 @@ def watch_inputs(
     for_each_tensor(kwargs, collect)
     if not inputs:
         return args, kwargs
-    outputs = iter(_PostBackward.apply(state, *inputs))  # type: ignore[no-untyped-call]
+    outputs = iter(_PostBackward.apply(post_backward, *inputs))  # type: ignore[no-untyped-call]
 
     def replace(tensor: torch.Tensor) -> torch.Tensor:
         return next(outputs) if tensor.requires_grad else tensor
@@ -39,8 +37,8 @@ class _PostBackward(torch.autograd.Function):
     """Hands its inputs on; when their gradients come back, the module's own backward is over."""
 
     @staticmethod
-    def forward(ctx: Any, state: ShardState, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.state = state
+    def forward(ctx: Any, post_backward: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.post_backward = post_backward
         return inputs
 
     @staticmethod
@@ -50,5 +48,5 @@ class _PostBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.state.post_backward()
+        ctx.post_backward()
         return (None, *grads)

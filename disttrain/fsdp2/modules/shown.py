@@ -15,7 +15,6 @@ from torch import nn
 
 from disttrain.fsdp2._torch import (
     are_same,
-    is_functional_call,
     parameters_of,
     storage_of,
     values_of,
@@ -38,11 +37,6 @@ class ForeignTensor:
 
 Lent = Sequence[tuple[ForeignTensor, torch.Tensor]]
 """Values that modules have for a call, and where."""
-
-
-def is_given(tensors: Sequence[torch.Tensor | None]) -> bool:
-    """True for what is in modules' places for one call alone, not to stay."""
-    return any(each is not None and not isinstance(each, nn.Parameter) for each in tensors) or is_functional_call()
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,27 +6,16 @@ No hook of an output tells that the backward of such a module begins. The gradie
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
-if TYPE_CHECKING:
-    from disttrain.fsdp2.state import ShardState
+from disttrain.fsdp2.params.param_group import ParamGroup
 
 _TELLS = "_disttrain_tells"
 
 
-def watch_gradients(state: ShardState, *, may_be_hidden: bool) -> None:
-    """Let the first gradient of a gathered parameter begin the model's backward.
-
-    Where `state` is silent, or its outputs have values in which tensors `may_be_hidden`.
-    """
-    if not (state.unit.is_silent or may_be_hidden):
-        return
-
-    def begin(_: object) -> None:
-        if state.context is not None and not state.unit.is_scheduled:
-            state.context.begin_backward()
-
-    for param in (param for group in state.groups for param in group.params):
+def watch_gradients(groups: Sequence[ParamGroup], begin: Callable[[object], None]) -> None:
+    """Let the first gradient of a gathered parameter `begin` the model's backward."""
+    for param in (param for group in groups for param in group.params):
         whole = param.unsharded
         if whole is not None and whole.requires_grad and not vars(whole).get(_TELLS):
             whole.register_post_accumulate_grad_hook(begin)

@@ -6,7 +6,7 @@ Changes that touch neither, such as another activation or a wrapper around a blo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, NoReturn
 
@@ -16,7 +16,7 @@ from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import children_of, own_parameters, parameters_of
 
 if TYPE_CHECKING:
-    from disttrain.fsdp2.state import ShardState
+    from disttrain.fsdp2.params.param_group import ParamGroup
 
 STATE = "_disttrain_shard_state"
 """The attribute in which a sharded module keeps its state."""
@@ -57,34 +57,38 @@ def unmanaged_modules(module: nn.Module, seen: set[nn.Module] | None = None) -> 
             yield from unmanaged_modules(child, seen)
 
 
-def check_parameters(state: ShardState) -> None:
-    """Raise ShardingError where the modules of `state` have parameters that they had not when they were sharded, or
-    have them no longer."""
+def check_parameters(
+    modules: Sequence[nn.Module], groups: Sequence[ParamGroup], left_alone: Container[tuple[nn.Module, str]]
+) -> None:
+    """Raise ShardingError where modules that are sharded as `groups` have other parameters than these, and than what
+    was `left_alone`."""
     # In the order of modules: all ranks name the same one.
     registered = {
         (child, name): None
-        for module in state.modules
+        for module in modules
         for child in unmanaged_modules(module)
         for name, _ in own_parameters(child)
     }
-    for param in (param for group in state.groups for param in group.params):
+    for param in (param for group in groups for param in group.params):
         for owner in param.owners:
             if (owner.module, owner.name) not in registered:
                 _refuse(
-                    state, f"parameter {param.fqn} is there no longer, or has been moved to another part of the model"
+                    modules,
+                    groups,
+                    f"parameter {param.fqn} is there no longer, or has been moved to another part of the model",
                 )
             registered.pop((owner.module, owner.name), None)
-    for child, name in (added for added in registered if added not in state.left_alone):
-        paths = (path for module in state.modules for path, submodule in module.named_modules() if submodule is child)
+    for child, name in (added for added in registered if added not in left_alone):
+        paths = (path for module in modules for path, submodule in module.named_modules() if submodule is child)
         path = ".".join(part for part in (next(paths, ""), name) if part)
-        _refuse(state, f"it has a new parameter {path}, which each rank would train by itself")
+        _refuse(modules, groups, f"it has a new parameter {path}, which each rank would train by itself")
 
 
-def _refuse(state: ShardState, problem: str) -> NoReturn:
-    mesh = state.groups[0].sharding.mesh if state.groups else None
+def _refuse(modules: Sequence[nn.Module], groups: Sequence[ParamGroup], problem: str) -> NoReturn:
+    mesh = groups[0].sharding.mesh if groups else None
     raise ShardingError(
         "forward",
-        f"this {type(state.module).__name__} has been changed since fully_shard: {problem}.",
+        f"this {type(modules[0]).__name__} has been changed since fully_shard: {problem}.",
         "Change the model first, and call fully_shard then; or assign a DTensor that lies as the parameter does.",
         rank=None if mesh is None else mesh.get_rank(),
     )

@@ -30,8 +30,7 @@ from disttrain.dtensor.local_part import local_part
 from disttrain.dtensor.spec.shard_sizes import contiguous_strides
 from disttrain.errors import ShardingError
 from disttrain.fsdp2.faults.checks import common_dtype, refuse_device
-from disttrain.fsdp2.faults.stale_graphs import versions
-from disttrain.fsdp2.params.param import Owner, ShardedParam
+from disttrain.fsdp2.params.param import Owner, ShardedParam, versions
 from disttrain.fsdp2.params.param_group import ParamGroup
 from disttrain.fsdp2.params.unsharded import UnshardedParams, wrapped
 from disttrain.fsdp2.transfers.collectives import as_bytes

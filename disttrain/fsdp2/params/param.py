@@ -15,8 +15,14 @@ from torch.nn.parameter import UninitializedParameter
 from disttrain.dtensor import DTensor, Spec
 from disttrain.dtensor.local_part import local_part, spec_of
 from disttrain.errors import ShardingError
-from disttrain.fsdp2._torch import are_same, move_hooks, parameters_of, registered_parameter
-from disttrain.fsdp2.modules.shown import is_given
+from disttrain.fsdp2._torch import (
+    are_same,
+    is_functional_call,
+    move_hooks,
+    parameters_of,
+    registered_parameter,
+    versions_of,
+)
 from disttrain.fsdp2.params.flat import FlatSlot
 from disttrain.fsdp2.params.sharding import Sharding
 
@@ -29,6 +35,11 @@ _SHARDED_AS = "_disttrain_sharded_as"
 def is_shard(tensor: object) -> bool:
     """True for the parameter of a sharded module, and for its copies."""
     return _SHARD_OF in getattr(tensor, "__dict__", ())
+
+
+def is_given(tensors: Sequence[torch.Tensor | None]) -> bool:
+    """True for what is in modules' places for one call alone, not to stay."""
+    return any(each is not None and not isinstance(each, nn.Parameter) for each in tensors) or is_functional_call()
 
 
 @dataclass(frozen=True, eq=False)
@@ -275,3 +286,10 @@ def check_can_shard(fqn: str, parameter: nn.Parameter, device: torch.device, ran
     else:
         return
     raise ShardingError("fully_shard", problem, remedy, rank=rank)
+
+
+def versions(params: Sequence[ShardedParam], flat: torch.Tensor | None) -> tuple[int, ...]:
+    """Others when the shards have been written to, or lie in another buffer. What is written through a DTensor does not
+    count for `flat`, nor what is written to that for DTensors."""
+    shards = [param.sharded for param in params]
+    return (id(flat), *versions_of(shards if flat is None else [flat, *shards]))

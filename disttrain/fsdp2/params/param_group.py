@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
 from disttrain.dtensor.local_part import local_part
 from disttrain.fsdp2._torch import base_of
 from disttrain.fsdp2.faults.checks import common_dtype, refuse_device, refuse_parts_on_meta
-from disttrain.fsdp2.faults.stale_graphs import versions
 from disttrain.fsdp2.grads.reduced import hand_out, to_host
 from disttrain.fsdp2.grads.sums import GradSums
 from disttrain.fsdp2.machine.group import Group
 from disttrain.fsdp2.modules.shown import ForeignTensor, Shown
 from disttrain.fsdp2.params.cast_shards import CastShards, latest
 from disttrain.fsdp2.params.flat import plan_flat
-from disttrain.fsdp2.params.param import LaidOut, ShardedParam
+from disttrain.fsdp2.params.param import LaidOut, ShardedParam, versions
 from disttrain.fsdp2.params.sharding import Sharding
 from disttrain.fsdp2.params.unsharded import UnshardedParams
 from disttrain.fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from disttrain.fsdp2.transfers.collectives import Hook
 from disttrain.fsdp2.transfers.comm import Comm, UnderWay
-from disttrain.fsdp2.transfers.gathering import Gathering
 from disttrain.process_group import ProcessGroup
+
+
+class Pending(Protocol):
+    """What brings values, as a gather does."""
+
+    def finish(self) -> None:
+        """Order the current stream (CPU: the host) after it."""
 
 
 class ParamGroup:
@@ -69,7 +75,7 @@ class ParamGroup:
         self._kept: tuple[torch.Tensor, int] | None = None
         """Between forward and backward: the flat buffers of as many shards as ranks share the whole, and those ranks'
         number."""
-        self.gathering: Gathering | None = None
+        self.gathering: Pending | None = None
         """What brings its values, while they are on their way."""
         self.gathered: tuple[int, ...] = ()
         """Which versions of the shards."""
@@ -200,7 +206,7 @@ class ParamGroup:
         if self._kept is not None:
             return self._kept[0]
         self.gathered = versions(self.params, self._flat)
-        return latest(self, self._flat)
+        return latest(self.cast_shards, self.params, self._flat, self.compute_dtype)
 
     def gather_group(self) -> ProcessGroup:
         """The ranks among which it is gathered next."""

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from disttrain.fsdp2.grads.several import SeveralGrads
 from disttrain.fsdp2.params.flat import FlatPlan
 from disttrain.fsdp2.params.param import ShardedParam
+from disttrain.fsdp2.params.sharding import Sharding
 from disttrain.fsdp2.transfers.collectives import Reduction
 from disttrain.fsdp2.transfers.streams import CommStreams
 
-if TYPE_CHECKING:
-    from disttrain.fsdp2.params.param_group import ParamGroup
+
+class Receiver(Protocol):
+    """A group of parameters, as collectives know it that bring it something."""
+
+    @property
+    def sharding(self) -> Sharding: ...
+
+    @property
+    def module_path(self) -> str: ...
+
+    def take_reduced(self, done: UnderWay) -> None: ...
 
 
 class Comm:
@@ -40,7 +50,7 @@ class Comm:
                 self.streams.follow(self.copied_out[1])
             self.copied_out = None
 
-    def drop_reductions(self, group: ParamGroup | None = None) -> None:
+    def drop_reductions(self, group: Receiver | None = None) -> None:
         """Wait for the reductions under way, of `group` or all, and forget what they bring."""
         if group is None:
             self.several_grads.forget()
@@ -85,7 +95,7 @@ class Named:
 
     __slots__ = ("_outer", "_path", "_world")
 
-    def __init__(self, group: ParamGroup) -> None:
+    def __init__(self, group: Receiver) -> None:
         self._world = group.sharding.mesh.world
         self._path = group.module_path
 
@@ -103,7 +113,7 @@ class UnderWay:
     They lie by `plan` in the output of `reduction`, from `start` on.
     """
 
-    group: ParamGroup
+    group: Receiver
     reduction: Reduction
     start: int
     plan: FlatPlan

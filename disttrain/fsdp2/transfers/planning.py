@@ -4,26 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from disttrain.fsdp2.machine.group import Bundle, Group
 from disttrain.fsdp2.machine.unit import Unit, joined
 from disttrain.fsdp2.transfers.forms import TransferCost, may_go_together, plan_form, plan_together
 
 if TYPE_CHECKING:
+    import torch
+
     from disttrain.fsdp2.params.param_group import ParamGroup
     from disttrain.fsdp2.params.sharding import Sharding
-    from disttrain.fsdp2.state import ShardState
+    from disttrain.fsdp2.policies import TransferPolicy
 
 CostOf = Callable[["Sharding"], tuple[TransferCost | None, TransferCost | None]]
 """What transfers cost over the ranks that share parameters, and over those that hold copies; None within a host."""
+
+
+class PlannedState(Protocol):
+    """Modules whose transfers are planned, with their groups of parameters."""
+
+    @property
+    def unit(self) -> Unit: ...
+
+    @property
+    def groups(self) -> Sequence[ParamGroup]: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def transfers(self) -> TransferPolicy: ...
 
 
 @dataclass(frozen=True)
 class SetPlan:
     """Groups that are reduced as one message, and gathered so where `gathers`: those of some modules."""
 
-    states: tuple[ShardState, ...]
+    states: tuple[PlannedState, ...]
     groups: tuple[ParamGroup, ...]
     gathers: bool
 
@@ -36,14 +54,14 @@ class TransferPlan:
     `sets`: what goes together; `costs`: what was taken for the cost over the ranks that share parameters, if known.
     """
 
-    states: Sequence[ShardState] = ()
+    states: Sequence[PlannedState] = ()
     in_place: dict[ParamGroup, tuple[bool, ...]] = field(default_factory=dict)
     apart: set[ParamGroup] = field(default_factory=set)
     sets: list[SetPlan] = field(default_factory=list)
     costs: dict[ParamGroup, TransferCost | None] = field(default_factory=dict)
 
 
-def plan_transfers(states: Sequence[ShardState], cost_of: CostOf, in_buckets: Container[ParamGroup]) -> TransferPlan:
+def plan_transfers(states: Sequence[PlannedState], cost_of: CostOf, in_buckets: Container[ParamGroup]) -> TransferPlan:
     """A plan for a root and the sharded modules below it, in the order of the modules.
 
     Groups that are reduced `in_buckets`, before their backward ends, go by themselves.
@@ -69,7 +87,7 @@ def plan_transfers(states: Sequence[ShardState], cost_of: CostOf, in_buckets: Co
     return plan
 
 
-def _by_sharding(states: Sequence[ShardState]) -> dict[Sharding, tuple[ParamGroup, ...]]:
+def _by_sharding(states: Sequence[PlannedState]) -> dict[Sharding, tuple[ParamGroup, ...]]:
     """The groups of these states; what lies on other ranks, as experts do, goes apart."""
     groups_of: dict[Sharding, tuple[ParamGroup, ...]] = {}
     for group in (group for state in states for group in state.groups):
@@ -77,7 +95,7 @@ def _by_sharding(states: Sequence[ShardState]) -> dict[Sharding, tuple[ParamGrou
     return groups_of
 
 
-def _plan_group(group: ParamGroup, state: ShardState, cost_of: CostOf, plan: TransferPlan) -> None:
+def _plan_group(group: ParamGroup, state: PlannedState, cost_of: CostOf, plan: TransferPlan) -> None:
     cost, _ = cost_of(group.sharding)
     num_shards = group.sharding.num_shards
     sizes = [slot.padded_numel * num_shards * group.compute_dtype.itemsize for slot in group.plan.slots]
@@ -92,10 +110,10 @@ def _plan_group(group: ParamGroup, state: ShardState, cost_of: CostOf, plan: Tra
 
 
 def _runs(
-    states: Sequence[ShardState], cost_of: CostOf, in_buckets: Container[ParamGroup]
-) -> Iterator[list[ShardState]]:
+    states: Sequence[PlannedState], cost_of: CostOf, in_buckets: Container[ParamGroup]
+) -> Iterator[list[PlannedState]]:
     """States that may go together, each run in the order of the modules."""
-    run: list[ShardState] = []
+    run: list[PlannedState] = []
     for state in states:
         if not state.groups or any(group in in_buckets for group in state.groups):
             continue
@@ -107,7 +125,7 @@ def _runs(
         yield run
 
 
-def _may_join(state: ShardState, cost_of: CostOf) -> bool:
+def _may_join(state: PlannedState, cost_of: CostOf) -> bool:
     """True for what is gathered, freed and reduced with its forward and backward, as others are, and is small."""
     unit = state.unit
     is_prefetched = unit.forward_prefetch is not None or unit.backward_prefetch is not None
@@ -121,14 +139,14 @@ def _may_join(state: ShardState, cost_of: CostOf) -> bool:
     return may_go_together(_whole_bytes(state), state.transfers.together, costs)
 
 
-def _kind(state: ShardState) -> tuple[object, ...]:
+def _kind(state: PlannedState) -> tuple[object, ...]:
     """Returns a value that is alike for modules that may go together."""
     first = state.groups[0]
     frees = state.unit.reshard_after_forward is not False
     return (first.sharding, state.device, first.is_offloaded, first.reduces_as, state.transfers, frees)
 
 
-def _whole_bytes(state: ShardState) -> int:
+def _whole_bytes(state: PlannedState) -> int:
     return sum(
         group.plan.shard_numel * group.sharding.num_shards * group.compute_dtype.itemsize for group in state.groups
     )
