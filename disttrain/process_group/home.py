@@ -16,7 +16,6 @@ from disttrain.process_group.watching.refusals import Refusals
 class HomeWorld(ObservedWorld, Protocol):
     """What a group, and who issues its collectives, ask of a world; `World` says more of each."""
 
-    world_size: int
     device: torch.device
     compares_calls: bool
     comparing: Comparing

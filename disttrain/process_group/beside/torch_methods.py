@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 NAMES = (
     *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "allgather_coalesced", "gather"),
@@ -21,12 +21,17 @@ def add_torch_methods(group_class: type[object]) -> None:
         setattr(group_class, name, property(partial(_method, name=name)))
 
 
-def _method(group: object, name: str) -> Any:
-    # Here: what torch calls stands above groups, which are given these methods.
-    from disttrain.process_group.beside.torch_group import TorchGroup
-    from disttrain.process_group.group import ProcessGroup  # likewise
+class _Callable(Protocol):
+    callable: Any
+    """`ProcessGroup.callable`."""
 
-    assert isinstance(group, ProcessGroup)
+
+def _method(group: _Callable, name: str) -> Any:
     if group.callable is None:
+        # Here: what torch calls stands above groups, and groups above this.
+        from disttrain.process_group.beside.torch_group import TorchGroup
+        from disttrain.process_group.group import ProcessGroup  # likewise
+
+        assert isinstance(group, ProcessGroup)
         group.callable = TorchGroup(group, None)
     return getattr(group.callable, name)
