@@ -217,16 +217,16 @@ class TorchRegistration:
         torch would refuse, but then a job could not use both as it could before torch was told of ours. With groups
         that torch has made from this one, it does refuse.
         """
-        own = distributed_c10d.init_process_group
+        original = distributed_c10d.init_process_group
 
-        @functools.wraps(own)
+        @functools.wraps(original)
         def init_process_group(*args: Any, **kwargs: Any) -> None:
             if len(distributed_c10d._world.pg_map) == 1:
                 self._forget()
                 gone()
-            own(*args, **kwargs)
+            original(*args, **kwargs)
 
-        self._replaced, self._replacement = own, init_process_group
+        self._replaced, self._replacement = original, init_process_group
         _set_init(init_process_group)
 
     def _forget(self) -> None:
@@ -383,9 +383,9 @@ def reduction_name(op: Reduction) -> str | None:
 
 def reduction_factor(op: Reduction) -> Any:
     """What `premul_sum` was given."""
-    found: Any = op
+    reduction: Any = op
     # Before torch 2.12 only what is to be pickled has it.
-    return found.factor if hasattr(found, "factor") else found.__getstate__()[1]
+    return reduction.factor if hasattr(reduction, "factor") else reduction.__getstate__()[1]
 
 
 def nccl_is_available() -> bool:

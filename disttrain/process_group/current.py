@@ -157,8 +157,8 @@ def destroy_process_group(group: ProcessGroup | NonGroupMember | None = None) ->
     Where another library has initialised torch.distributed, and nobody disttrain, it is torch's group that ends.
     Collectives over Gloo whose handles nobody has kept get five seconds to end; then a warning says how many did not.
     """
-    if group is None and (theirs := _torch_alone()) is not None:
-        theirs.destroy_process_group()
+    if group is None and (torch_distributed := _torch_alone()) is not None:
+        torch_distributed.destroy_process_group()
         return
     world = current_world("destroy_process_group")
     if isinstance(group, NonGroupMember):
@@ -260,9 +260,9 @@ def resolve_group(operation: str, group: object) -> ProcessGroup:
 def _known_to_torch(operation: str, group: object) -> ProcessGroup:
     """What torch has as `group`, of those that are registered with it; else an error that says whose it is."""
     world = current_world(operation)
-    for ours in world.groups:
-        if ours.torch_group is group:
-            return ours
+    for candidate in world.groups:
+        if candidate.torch_group is group:
+            return candidate
     kind = type(group)
     raise GroupError(
         operation,
@@ -284,15 +284,15 @@ def is_initialized() -> bool:
 
 def get_rank(group: ProcessGroup | NonGroupMember | None = None) -> int:
     """This process's rank in the group; -1 when it is not a member."""
-    if group is None and (theirs := _torch_alone()) is not None:
-        return int(theirs.get_rank())  # without joining: one rank alone may ask
+    if group is None and (torch_distributed := _torch_alone()) is not None:
+        return int(torch_distributed.get_rank())  # without joining: one rank alone may ask
     return -1 if isinstance(group, NonGroupMember) else resolve_group("get_rank", group).group_rank
 
 
 def get_world_size(group: ProcessGroup | NonGroupMember | None = None) -> int:
     """Number of ranks in the group; -1 when this process is not a member."""
-    if group is None and (theirs := _torch_alone()) is not None:
-        return int(theirs.get_world_size())
+    if group is None and (torch_distributed := _torch_alone()) is not None:
+        return int(torch_distributed.get_world_size())
     return -1 if isinstance(group, NonGroupMember) else resolve_group("get_world_size", group).group_size
 
 

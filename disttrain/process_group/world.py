@@ -206,8 +206,8 @@ class World:
         """This world's one object of a type, made when it is first asked for, and closed before the world ends."""
         if kind not in self._companions:
             self._companions[kind] = make()
-        found: Companion = self._companions[kind]
-        return found
+        companion: Companion = self._companions[kind]
+        return companion
 
     def become_witness(self) -> None:
         """From now on, tell other ranks how far this one has come when they ask, and hear what they refuse."""

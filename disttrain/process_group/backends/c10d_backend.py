@@ -227,10 +227,10 @@ class C10dBackend(Backend):
 
     def _options(self, kind: type[Any], async_op: bool, root_rank: int | None = None) -> Any:
         """Options of class `kind` that say these two alone."""
-        found = self._made_options.get((kind, async_op, root_rank))
-        if found is None:
-            found = self._made_options[kind, async_op, root_rank] = _new_options(kind, async_op, root_rank)
-        return found
+        options = self._made_options.get((kind, async_op, root_rank))
+        if options is None:
+            options = self._made_options[kind, async_op, root_rank] = _new_options(kind, async_op, root_rank)
+        return options
 
     def _reduction(
         self,
@@ -243,14 +243,14 @@ class C10dBackend(Backend):
     ) -> Prepared:
         """Options of class `kind` to reduce `dtype` by `op`, and what the transport cannot do by itself."""
         # By identity: torch's enumerators live as long as their class, and take a microsecond to hash.
-        found = self._prepared.get((kind, dtype, id(op), async_op, root_rank))
-        if found is None:
+        prepared = self._prepared.get((kind, dtype, id(op), async_op, root_rank))
+        if prepared is None:
             recipe = self._recipe(operation, dtype, op)
-            found = _new_options(kind, async_op, root_rank), recipe
-            found[0].reduceOp = op if recipe is None else recipe.op
+            prepared = _new_options(kind, async_op, root_rank), recipe
+            prepared[0].reduceOp = op if recipe is None else recipe.op
             if id(op) in _ENUMERATORS:
-                self._prepared[kind, dtype, id(op), async_op, root_rank] = found
-        return found
+                self._prepared[kind, dtype, id(op), async_op, root_rank] = prepared
+        return prepared
 
     def _recipe(self, operation: str, dtype: torch.dtype, op: Reduction) -> Recipe | None:
         return recipe_for(operation, dtype, op, self.natives, self.short_name(), self._global_rank)

@@ -85,14 +85,14 @@ class Fabric:
                 self._changed.notify_all()
             return meeting
 
-    def exchange(self, box: Hashable, title: str, mine: Envelope) -> Meeting:
+    def exchange(self, box: Hashable, title: str, envelope: Envelope) -> Meeting:
         """Sender or receiver of a message comes; it takes the first of the other kind in `box` that suits it."""
         with self._changed:
             waiting = self._mail.setdefault(box, [])
             for other in waiting:
-                if other.is_sending != mine.is_sending and other.suits(mine):
+                if other.is_sending != envelope.is_sending and other.suits(envelope):
                     waiting.remove(other)
-                    sent, received = (mine, other) if mine.is_sending else (other, mine)
+                    sent, received = (envelope, other) if envelope.is_sending else (other, envelope)
                     meeting = other.meeting
                     assert sent.source_rank is not None
                     meeting.source_rank = sent.source_rank
@@ -100,9 +100,9 @@ class Fabric:
                     meeting.end(_hold(meeting, _deliver))
                     self._changed.notify_all()
                     return meeting
-            waiting.append(mine)
-            mine.meeting.title = title
-            return mine.meeting
+            waiting.append(envelope)
+            envelope.meeting.title = title
+            return envelope.meeting
 
     def wait(self, meeting: Meeting, global_rank: int, timeout_s: float) -> None:
         """Block until the meeting is over; raises what it ended with, or a deadlock's report."""
@@ -111,8 +111,8 @@ class Fabric:
             try:
                 self._end_if_deadlocked()
                 if not self._changed.wait_for(lambda: meeting.is_over, timeout_s):
-                    came = ", ".join(str(member) for member in sorted(meeting.brought))
-                    who = f"only group ranks {came} of {meeting.size}" if came else "nobody at the other end"
+                    arrived = ", ".join(str(member) for member in sorted(meeting.brought))
+                    who = f"only group ranks {arrived} of {meeting.size}" if arrived else "nobody at the other end"
                     raise CollectiveTimeoutError(
                         meeting.title,
                         f"{who} came within {timeout_s:g} s.",

@@ -49,11 +49,11 @@ class GlooBackend(C10dBackend):
     def __init__(self, membership: Membership) -> None:
         super().__init__(membership)
         interfaces = GLOO_SOCKET_IFNAME.read() or ()
-        own = {name for _, name in socket.if_nameindex()}
-        if unknown := [name for name in interfaces if name not in own]:
+        existing = {name for _, name in socket.if_nameindex()}
+        if unknown := [name for name in interfaces if name not in existing]:
             raise BackendError(
                 "gloo",
-                f"{GLOO_SOCKET_IFNAME.name} names {', '.join(unknown)}; there are {', '.join(sorted(own))}.",
+                f"{GLOO_SOCKET_IFNAME.name} names {', '.join(unknown)}; there are {', '.join(sorted(existing))}.",
                 "Name one that all nodes of the job can be reached by.",
                 rank=membership.global_rank,
             )

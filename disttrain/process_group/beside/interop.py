@@ -107,14 +107,14 @@ def _check_shared(world: World, pg: Any) -> None:
 def _backend_text(pg: Any) -> str:
     """Those of `pg`'s backends that we can drive, as `cpu:gloo,cuda:nccl`."""
     configured = [part.split(":") for part in torch.distributed.get_backend_config(pg).split(",")]
-    ours = [
+    usable = [
         f"{device}:{name}"
         for device, name in configured
         if name in BACKENDS and issubclass(BACKENDS[name], C10dBackend) and device in BACKENDS[name].devices
     ]
-    if not ours:
+    if not usable:
         raise GroupError("from_torch", f"its backends are {configured}; none is Gloo or NCCL.", "Use one of these.")
-    return ",".join(ours)
+    return ",".join(usable)
 
 
 def _adopt(group: ProcessGroup, pg: Any) -> None:

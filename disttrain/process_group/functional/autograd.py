@@ -65,8 +65,8 @@ class _AllReduce(torch.autograd.Function):
         if ctx.op in _LINEAR:
             return wait(all_reduce(grad, ctx.op, ctx.place)), None, None
         total = all_reduce(grad, "sum", ctx.place)
-        given, output = ctx.saved_tensors
-        return _through_reduction(given, output, total, ctx.op, ctx.place), None, None
+        values, output = ctx.saved_tensors
+        return _through_reduction(values, output, total, ctx.op, ctx.place), None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -85,8 +85,8 @@ class _ReduceScatter(torch.autograd.Function):
             return wait(total), None, None
         if ctx.op == "avg":
             return total / ctx.place.group_size, None, None
-        given, part = ctx.saved_tensors
-        return _through_reduction(given, all_gather(part, ctx.place), total, ctx.op, ctx.place), None, None
+        values, part = ctx.saved_tensors
+        return _through_reduction(values, all_gather(part, ctx.place), total, ctx.op, ctx.place), None, None
 
 
 class _AllGather(torch.autograd.Function):

@@ -192,8 +192,8 @@ def _op_name(operation: str, op: str | Reduction, place: Place) -> str:
         if name in REDUCE_OPS:
             return name
     else:
-        for name, known in REDUCE_OPS.items():
-            if op == known:
+        for name, reduction in REDUCE_OPS.items():
+            if op == reduction:
                 return name
     raise ShapeError(
         operation, f"there is no reduction {op!r}.", f"Known are {', '.join(REDUCE_OPS)}.", rank=place.global_rank

@@ -51,10 +51,10 @@ def open_beside(torch_store: Any, host: str, rank: int, key: str, timeout_s: flo
         torch_store.set(key, json.dumps({"host": address, "port": store.port, "token": told_token}))
         return store
     torch_store.wait([key], timedelta(seconds=timeout_s))
-    place = json.loads(torch_store.get(key))
+    endpoint = json.loads(torch_store.get(key))
     # torch's store believes everybody, so what it says must not take the place of a token that we have.
-    token = job_token or place["token"]
-    return TCPStore(place["host"], place["port"], timeout=timeout_s, wait_for_workers=False, token=token)
+    token = job_token or endpoint["token"]
+    return TCPStore(endpoint["host"], endpoint["port"], timeout=timeout_s, wait_for_workers=False, token=token)
 
 
 def host_of(torch_store: Any) -> str:

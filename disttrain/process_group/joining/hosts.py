@@ -35,9 +35,9 @@ def leaves_host(group: GroupLike) -> bool:
     if group.spans_hosts is None:
         ranks = group.ranks
         step = -(-len(ranks) // _MAX_ASKED)
-        asked = dict.fromkeys((*ranks[::step], ranks[-1]))
+        sampled = dict.fromkeys((*ranks[::step], ranks[-1]))
         is_known = group.world.tells_host and len(ranks) > 1
-        hosts = group.world.store.multi_get([_key(rank) for rank in asked]) if is_known else []
+        hosts = group.world.store.multi_get([_key(rank) for rank in sampled]) if is_known else []
         group.spans_hosts = len(set(hosts)) > 1
     return group.spans_hosts
 

@@ -25,8 +25,8 @@ def rendezvous(url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) ->
 
     Nobody waits for other ranks. Under a launcher it is the launcher's store, where these keys have a prefix.
     """
-    for name, given in (("rank", rank), ("world_size", world_size)):
-        if given != -1 and f"{name}=" in url.partition("?")[2]:
+    for name, value in (("rank", rank), ("world_size", world_size)):
+        if value != -1 and f"{name}=" in url.partition("?")[2]:
             problem = f"{url!r} has node-specific arguments, and {name} is given beside it."
             raise RendezvousError(_OPERATION, problem, "Say it once.")
     place = place_at(url, rank, world_size, operation=_OPERATION)

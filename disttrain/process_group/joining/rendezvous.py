@@ -75,8 +75,8 @@ def place_at(
     method = urlsplit(url)
     query = {key: values[0] for key, values in parse_qs(method.query).items()}
     rank, world_size = (
-        _asked(operation, url, query, "rank", rank),
-        _asked(operation, url, query, "world_size", world_size),
+        _from_query(operation, url, query, "rank", rank),
+        _from_query(operation, url, query, "world_size", world_size),
     )
     if method.scheme == "env":
         return _place_from_environment(rank, world_size, environ)
@@ -96,11 +96,11 @@ def place_at(
     )
 
 
-def _asked(operation: str, url: str, query: Mapping[str, str], name: str, given: int) -> int:
+def _from_query(operation: str, url: str, query: Mapping[str, str], name: str, default: int) -> int:
     """What the URL says, where nobody else does."""
     text = query.get(name)
     if text is None:
-        return given
+        return default
     if not text.isdigit():
         raise RendezvousError(operation, f"{url!r}: {name} is {text!r}, which is no number.", "Mend the URL.")
     return int(text)
@@ -214,10 +214,10 @@ def join(store: Store, place: Place, timeout_s: float) -> None:
     Raises: RendezvousError, on every rank that has come, when two ranks differ in world size or version, when one rank
     is taken twice, or when ranks don't come within `timeout_s`.
     """
-    mine = json.dumps({"world_size": place.world_size, "disttrain": __version__}, sort_keys=True)
-    agreed = store.compare_set("join/terms", "", mine).decode()
-    if agreed != mine:
-        _fail(store, f"rank {place.rank} came with {mine}, others with {agreed}")
+    terms = json.dumps({"world_size": place.world_size, "disttrain": __version__}, sort_keys=True)
+    agreed = store.compare_set("join/terms", "", terms).decode()
+    if agreed != terms:
+        _fail(store, f"rank {place.rank} came with {terms}, others with {agreed}")
     elif store.add(f"join/rank/{place.rank}", 1) > 1:
         _fail(store, f"rank {place.rank} was taken twice")
     elif store.add("join/num_ranks", 1) == place.world_size:

@@ -114,9 +114,9 @@ class Comparing:
         """Compare with the first that waits there, or become that."""
         key = f"{group.group_name}/waiting/{wait.sequence}"
         call = self._world.recall(group.group_name, wait.sequence)
-        own = json.dumps([self._world.rank, call]).encode()
-        first = self._world.store.compare_set(key, "", own)
-        if first == own:
+        entry = json.dumps([self._world.rank, call]).encode()
+        first = self._world.store.compare_set(key, "", entry)
+        if first == entry:
             wait.key = key
             return
         rank, first_call = json.loads(first)
@@ -177,25 +177,25 @@ def ask_members(
     return {rank: json.loads(answer) for rank, answer in said.items()}
 
 
-def left_text(left: Mapping[int, int]) -> str:
+def left_text(gone: Mapping[int, int]) -> str:
     """Ranks that have left the job, and how far each came in the group that is asked about."""
     return ", ".join(
         f"rank {rank} has left the job {f'after sequence {come_to}' if come_to else 'before the first collective'}"
-        for rank, come_to in left.items()
+        for rank, come_to in gone.items()
     )
 
 
 def mismatch(calls: Mapping[int, Mapping[str, Any] | None]) -> str:
     """What does not fit, by field and rank, and from where they call; empty when all is well, or nothing is known."""
-    known = {rank: call for rank, call in sorted(calls.items()) if call is not None}
-    fields: dict[int, Fields] = {rank: dict(call["fields"]) for rank, call in known.items()}
+    reported = {rank: call for rank, call in sorted(calls.items()) if call is not None}
+    fields: dict[int, Fields] = {rank: dict(call["fields"]) for rank, call in reported.items()}
     if len({each["operation"] for each in fields.values()}) > 1:
         # What else differs comes of that.
         fields = {rank: {"operation": each["operation"]} for rank, each in fields.items()}
     problem = find_mismatch(fields)
     if not problem:
         return ""
-    return f"{problem} ({calls_text(known)})"
+    return f"{problem} ({calls_text(reported)})"
 
 
 def calls_text(calls: Mapping[int, Mapping[str, Any] | None]) -> str:

@@ -90,10 +90,10 @@ class count_collectives:  # noqa: N801  it is used as a function is
         return self._sum(key for key in self.counts if key[0] == layer)
 
     def _sum(self, keys: Iterator[tuple[str, str]] | dict[tuple[str, str], Count]) -> Count:
-        found = Count()
+        total = Count()
         for key in keys:
-            found.add(self.counts[key])
-        return found
+            total.add(self.counts[key])
+        return total
 
     def __str__(self) -> str:
         """A table, one operation of a layer per line."""
@@ -120,15 +120,15 @@ class count_collectives:  # noqa: N801  it is used as a function is
 
 def _layer_of(frame: FrameType | None) -> str:
     """Who has asked for a call: the innermost layer on the stack; DTensor only where no other layer uses it."""
-    found = OTHER
+    fallback = OTHER
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         layer = next((layer for prefix, layer in _LAYERS if name.startswith(prefix)), None)
         if layer is not None and layer != _DTENSOR:
             return layer
         if layer is not None:
-            found = layer
+            fallback = layer
         elif not name.startswith(("torch.", "disttrain.")) or name.startswith(_BEGINNINGS):
             break
         frame = frame.f_back
-    return found
+    return fallback

@@ -52,7 +52,7 @@ class Refusal(NamedTuple):
         return f"{self.group_name}/{self.sequence}/{self.number}"
 
 
-class _Own:
+class _OwnRefusal:
     """What this rank has refused; the others may have been told."""
 
     def __init__(self, group: GroupLike, refusal: Refusal) -> None:
@@ -75,7 +75,7 @@ class Refusals:
 
     def __init__(self, world: ObservedWorld) -> None:
         self._world = world
-        self._own: list[_Own] = []
+        self._own: list[_OwnRefusal] = []
         self._lock = threading.Lock()
 
     def add(self, group: GroupLike, operation: str, error: Exception, begins_with: str, *, was_counted: bool) -> None:
@@ -91,7 +91,7 @@ class Refusals:
         refusal = Refusal(group.group_name, sequence, number, operation, begins_with, rank, _reason(error), was_counted)
         self._world.become_witness()
         with self._lock:
-            self._own.append(_Own(group, refusal))
+            self._own.append(_OwnRefusal(group, refusal))
         if not was_counted:
             self._world.remove_observer(self)
             self._world.add_observer(self)
@@ -116,26 +116,26 @@ class Refusals:
         """Tell the others what this rank has refused and not come to since."""
         witness = self._world.witness
         with self._lock:
-            for own in self._own:
-                if not own.is_told and not own.is_connecting() and witness is not None:
-                    own.is_told = True
+            for entry in self._own:
+                if not entry.is_told and not entry.is_connecting() and witness is not None:
+                    entry.is_told = True
                     # If all ranks refuse alike, the first one speaks for all.
-                    witness.tell(json.dumps(own.refusal).encode(), own.refusal.name)
-            self._own = [own for own in self._own if not (own.is_told and own.is_final)]
+                    witness.tell(json.dumps(entry.refusal).encode(), entry.refusal.name)
+            self._own = [entry for entry in self._own if not (entry.is_told and entry.is_final)]
 
     def enqueued(self, call: Call) -> None:
         """This rank has come to a collective: perhaps one that it had refused."""
         with self._lock:
             come = [
-                own
-                for own in self._own
-                if own.group is call.group and own.refusal.sequence == call.sequence and not own.is_final
+                entry
+                for entry in self._own
+                if entry.group is call.group and entry.refusal.sequence == call.sequence and not entry.is_final
             ]
-            for own in come:
-                self._own.remove(own)
-                if own.is_told and self._world.witness is not None:
-                    self._world.witness.withdraw(own.refusal.name)
-            if all(own.is_final for own in self._own):
+            for entry in come:
+                self._own.remove(entry)
+                if entry.is_told and self._world.witness is not None:
+                    self._world.witness.withdraw(entry.refusal.name)
+            if all(entry.is_final for entry in self._own):
                 self._world.remove_observer(self)
 
     def completed(self, call: Call, error: DisttrainError | None) -> None:
