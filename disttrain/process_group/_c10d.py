@@ -331,7 +331,7 @@ def is_traced() -> bool:
 
 
 def recorder() -> Any:
-    """Who records operators as a graph now, the same object for one graph; None while nobody does."""
+    """The tracer that records operators as a graph now, one object for each graph; None while none does."""
     mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
     return None if mode is None else mode.tracer
 
@@ -357,7 +357,7 @@ def premul_sum(factor: float | torch.Tensor) -> ReduceOp:
 
 
 def reduction_kind(op: Reduction) -> ReduceOp.RedOpType:
-    """Which operation it is, however it was given. Raises TypeError for what is none."""
+    """The kind of a ReduceOp, which may be given as its kind already. Raises TypeError for anything else."""
     if isinstance(op, ReduceOp.RedOpType):
         return op
     whole: Any = op
@@ -382,7 +382,7 @@ def reduction_name(op: Reduction) -> str | None:
 
 
 def reduction_factor(op: Reduction) -> Any:
-    """What `premul_sum` was given."""
+    """The factor that `premul_sum` was given."""
     reduction: Any = op
     # Before torch 2.12 only what is to be pickled has it.
     return reduction.factor if hasattr(reduction, "factor") else reduction.__getstate__()[1]

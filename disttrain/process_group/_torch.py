@@ -1,4 +1,4 @@
-"""What Dynamo is told of functions that it shall not read."""
+"""Marks functions that Dynamo must not trace."""
 
 from __future__ import annotations
 
@@ -40,5 +40,5 @@ def outside_graphs(function: _Function) -> _Function:
 
 @outside_graphs
 def run_outside(function: Callable[..., _Result], *arguments: Any) -> _Result:
-    """What `function` returns, called as without a compiler."""
+    """Calls `function` outside of compiled graphs, and returns its result."""
     return function(*arguments)

@@ -1,4 +1,4 @@
-"""What every collective asks of its arguments before anything is sent."""
+"""Checks of the arguments of collectives, before anything is sent."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def check_list(
 def row_counts(
     operation: str, group: ProcessGroup, name: str, shape: torch.Size, sizes: Sequence[int] | None
 ) -> list[int]:
-    """How many rows of dim 0 each rank gets: `sizes`, or equal parts. Raises ShapeError when they don't add up."""
+    """The number of rows of dim 0 for each rank: `sizes`, or equal parts. Raises ShapeError when they don't add up."""
     num_rows = shape[0] if shape else 0
     if not sizes:
         if num_rows % group.group_size or not shape:

@@ -205,7 +205,7 @@ def recv_object_list(
 
 @contextmanager
 def _before(group: ProcessGroup, operation: str, begins_with: str) -> Iterator[None]:
-    """What is done before the first collective of `operation`: if it fails, the others must not wait for us there."""
+    """Tells the other ranks if the block fails: this one does not come to the first collective of `operation`."""
     try:
         yield
     except Exception as error:
@@ -214,7 +214,7 @@ def _before(group: ProcessGroup, operation: str, begins_with: str) -> Iterator[N
 
 
 def _device(group: ProcessGroup) -> torch.device:
-    """Where packed values travel: they are made on the CPU."""
+    """The device of packed values on their way: the CPU, on which they are made, if the group serves it."""
     return torch.device("cpu") if group.serves("cpu") else group.barrier_device
 
 

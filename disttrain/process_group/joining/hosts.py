@@ -1,4 +1,4 @@
-"""On which host each rank is: what a group needs to know before it chooses how to communicate.
+"""The hosts of a group's ranks, by which it chooses how to communicate.
 
 Ranks say so once, in the store, when they join. Two are on one host where the transports take them so: NCCL goes by the
 host's name and boot, or by NCCL_HOSTID where that is set (its documentation, environment variables); and what lives in
@@ -22,7 +22,7 @@ _MAX_ASKED = 64
 
 
 def tell_host(world: WorldLike) -> None:
-    """Leave in the store on which host this rank is."""
+    """Leave the host of this rank in the store."""
     world.store.set(_key(world.rank), _own_host())
     world.tells_host = True
 

@@ -179,7 +179,7 @@ class PeerChannels:
         return sorted({*late, *full})
 
     def progress(self) -> list[int]:
-        """How many messages have come from each rank, and have been taken by it."""
+        """Counts the messages that have come from each rank, and then those that each rank has taken."""
         rank, ranks = self._group.group_rank, range(self._group.group_size)
         arrived = [self._numbers[self._index(_ARRIVED, peer, rank)] for peer in ranks]
         return arrived + [self._numbers[self._index(_CONSUMED, rank, peer)] for peer in ranks]
@@ -213,7 +213,7 @@ class SharedNumbers:
         weakref.finalize(self, _cuda.hide_from_devices, self._start)
 
     def address(self, index: int) -> int:
-        """Where the number lies, for the host and for GPUs."""
+        """The address of a number, for the host and for GPUs."""
         return self._start + index * self.LINE_BYTES
 
     def __getitem__(self, index: int) -> int:
@@ -268,7 +268,7 @@ class _Receipt:
 
 
 def _future_of(work: TransportWork, tensor: torch.Tensor) -> torch.futures.Future[list[torch.Tensor]]:
-    """What waits for it, or is called then, comes after the message on the device; the current stream does not."""
+    """A future whose waits and callbacks come after the message on the device; the current stream does not wait."""
     future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=[tensor.device])
     stream = torch.cuda.Stream(tensor.device)
     with torch.cuda.stream(stream):
@@ -377,7 +377,7 @@ def _gathered(group: ProcessGroup, value: Any) -> list[Any]:
 
 
 def _attempt(make: Callable[[], Made]) -> tuple[Made | None, str]:
-    """What was made, or why it could not be."""
+    """The result of `make` and an empty text, or None and the reason of its failure."""
     try:
         return make(), ""
     except (RuntimeError, OSError) as error:

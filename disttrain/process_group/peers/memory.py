@@ -31,7 +31,7 @@ _MOST_PIECES = 64
 
 
 class PeerMemory:
-    """What one group shares. Calls are collective and come in one order on all ranks; streams may differ."""
+    """GPU memory that a group shares. Calls are collective and come in one order on all ranks; streams may differ."""
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
@@ -109,7 +109,7 @@ class PeerMemory:
         return self._memory
 
     def _begin(self, num_bytes: int) -> int:
-        """Where in the memory the next exchange of so many bytes takes place; after those before, on any stream."""
+        """The offset in memory of the next exchange of so many bytes, which comes after those before, on any stream."""
         self.grow(num_bytes)
         stream = torch.cuda.current_stream(self._device)
         if self._ended is not None:
@@ -219,7 +219,7 @@ def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 
 def peer_memory_of(group: ProcessGroup, device: torch.device) -> PeerMemory | None:
-    """What the group shares; None where its ranks are on several hosts, or their GPUs cannot reach each other.
+    """The memory that the group shares; None where its ranks are on several hosts, or GPUs cannot reach each other.
 
     Collective when it is asked for the first time.
     """

@@ -1,4 +1,4 @@
-"""How many operations a piece of code hands to its transport, and which layer of the library asks for them."""
+"""Counts the operations that a piece of code hands to its transport, by the layer of the library that asks."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class count_collectives:  # noqa: N801  it is used as a function is
 
 
 def _layer_of(frame: FrameType | None) -> str:
-    """Who has asked for a call: the innermost layer on the stack; DTensor only where no other layer uses it."""
+    """The layer that asks for a call: the innermost on the stack; DTensor only where no other layer uses it."""
     fallback = OTHER
     while frame is not None:
         name = frame.f_globals.get("__name__", "")

@@ -1,4 +1,4 @@
-"""When one rank refuses a call because of its arguments, the others must not wait for it until their timeout.
+"""Tells the other ranks when one refuses a call for its arguments, so that they don't wait until their timeout.
 
 A rank that raises before it has come to a collective tells the witnesses of the other ranks (`store/responder.py`) if,
 a moment later, it has still not come there; it takes that back when it comes after all. A witness whose rank is in that
@@ -31,7 +31,7 @@ ANY = "any"
 
 
 class Refusal(NamedTuple):
-    """What would have been the collective `sequence` of its group; `number` counts refusals there, from 1.
+    """A refused call, in place of collective `sequence` of its group; `number` counts refusals there, from 1.
 
     `operation` is what was called, `begins_with` the collective that the others are in, or ANY.
     """
@@ -53,7 +53,7 @@ class Refusal(NamedTuple):
 
 
 class _OwnRefusal:
-    """What this rank has refused; the others may have been told."""
+    """A refusal of this rank's, of which the others may have been told."""
 
     def __init__(self, group: GroupLike, refusal: Refusal) -> None:
         self.group = group
@@ -71,7 +71,7 @@ class _OwnRefusal:
 
 
 class Refusals:
-    """What the ranks of a world refuse, as one of them sees it. An observer, while this rank has refused something."""
+    """The refusals in a world, as one of its ranks sees them. An observer, while this rank has refused something."""
 
     def __init__(self, world: ObservedWorld) -> None:
         self._world = world
@@ -113,7 +113,7 @@ class Refusals:
         self._world.witness.tell(json.dumps(refusal).encode(), refusal.name)
 
     def tell(self) -> None:
-        """Tell the others what this rank has refused and not come to since."""
+        """Tell the others of the collectives that this rank has refused and not come to since."""
         witness = self._world.witness
         with self._lock:
             for entry in self._own:

@@ -1,4 +1,4 @@
-"""After a failure: where are the others?
+"""Asks after a failure where the other ranks are.
 
 Each rank whose transports cannot say it has a witness, a thread that answers with how far the rank has come in a group,
 what it called there, and where its main thread is. Who came is then known and not guessed, also when the other rank
