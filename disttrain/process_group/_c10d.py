@@ -217,16 +217,16 @@ class TorchRegistration:
         torch would refuse, but then a job could not use both as it could before torch was told of ours. With groups
         that torch has made from this one, it does refuse.
         """
-        own = distributed_c10d.init_process_group
+        original = distributed_c10d.init_process_group
 
-        @functools.wraps(own)
+        @functools.wraps(original)
         def init_process_group(*args: Any, **kwargs: Any) -> None:
             if len(distributed_c10d._world.pg_map) == 1:
                 self._forget()
                 gone()
-            own(*args, **kwargs)
+            original(*args, **kwargs)
 
-        self._replaced, self._replacement = own, init_process_group
+        self._replaced, self._replacement = original, init_process_group
         _set_init(init_process_group)
 
     def _forget(self) -> None:
@@ -331,7 +331,7 @@ def is_traced() -> bool:
 
 
 def recorder() -> Any:
-    """Who records operators as a graph now, the same object for one graph; None while nobody does."""
+    """The tracer that records operators as a graph now, one object for each graph; None while none does."""
     mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
     return None if mode is None else mode.tracer
 
@@ -357,7 +357,7 @@ def premul_sum(factor: float | torch.Tensor) -> ReduceOp:
 
 
 def reduction_kind(op: Reduction) -> ReduceOp.RedOpType:
-    """Which operation it is, however it was given. Raises TypeError for what is none."""
+    """The kind of a ReduceOp, which may be given as its kind already. Raises TypeError for anything else."""
     if isinstance(op, ReduceOp.RedOpType):
         return op
     whole: Any = op
@@ -382,10 +382,10 @@ def reduction_name(op: Reduction) -> str | None:
 
 
 def reduction_factor(op: Reduction) -> Any:
-    """What `premul_sum` was given."""
-    found: Any = op
+    """The factor that `premul_sum` was given."""
+    reduction: Any = op
     # Before torch 2.12 only what is to be pickled has it.
-    return found.factor if hasattr(found, "factor") else found.__getstate__()[1]
+    return reduction.factor if hasattr(reduction, "factor") else reduction.__getstate__()[1]
 
 
 def nccl_is_available() -> bool:

@@ -1,4 +1,4 @@
-"""What Dynamo is told of functions that it shall not read."""
+"""Marks functions that Dynamo must not trace."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def keep_dynamo_out(*functions: Any) -> None:
 
     Dynamo looks at every frame that begins beneath a compiled function; torch's own subclasses it knows.
     """
-    known: Any = torch._C._dynamo.eval_frame
-    leave = known._FrameExecStrategy(known._FrameAction.SKIP, known._FrameAction.SKIP)
+    eval_frame: Any = torch._C._dynamo.eval_frame
+    leave = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
     for function in functions:
-        known.set_code_exec_strategy(function.__code__, leave)
+        eval_frame.set_code_exec_strategy(function.__code__, leave)
 
 
 def outside_graphs(function: _Function) -> _Function:
@@ -40,5 +40,5 @@ def outside_graphs(function: _Function) -> _Function:
 
 @outside_graphs
 def run_outside(function: Callable[..., _Result], *arguments: Any) -> _Result:
-    """What `function` returns, called as without a compiler."""
+    """Calls `function` outside of compiled graphs, and returns its result."""
     return function(*arguments)

@@ -1,4 +1,4 @@
-"""What this machine has, and who has started this process: what scripts ask before they choose."""
+"""Queries of the backends that this machine has, and of the launcher of this process."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from disttrain.settings import DEBUG, TORCHELASTIC_RUN_ID
 
 
 def is_backend_available(backend: object) -> bool:
-    """Whether a transport of that name is known and can be used on this machine."""
+    """True when a backend of that name is registered and can be used on this machine."""
     kind = BACKENDS.get(backend.lower()) if isinstance(backend, str) else None
     return kind is not None and kind.is_available()
 
 
 def is_gloo_available() -> bool:
-    """Whether torch has Gloo."""
+    """True when torch has Gloo."""
     return is_backend_available("gloo")
 
 
 def is_nccl_available() -> bool:
-    """Whether torch has NCCL and there is a GPU."""
+    """True when torch has NCCL and there is a GPU."""
     return is_backend_available("nccl")
 
 
@@ -44,7 +44,7 @@ def is_xccl_available() -> bool:
 
 
 def is_torchelastic_launched() -> bool:
-    """Whether disttrain-launch, or torchrun, has started this process."""
+    """True when disttrain-launch, or torchrun, has started this process."""
     return TORCHELASTIC_RUN_ID.read() is not None
 
 
@@ -66,5 +66,5 @@ def get_default_backend_for_device(device: str | torch.device) -> str:
 
 
 def get_debug_level() -> Any:
-    """What DISTTRAIN_DEBUG says to the next world: OFF, INFO or DETAIL."""
+    """The level that DISTTRAIN_DEBUG sets for the next world: OFF, INFO or DETAIL."""
     return DebugLevel.__members__[DEBUG.read().upper()]

@@ -43,9 +43,9 @@ class _Default:
         self.process_world: World | None = None
         self.thread = _ThreadWorld()
         self.left_torchs: int | None = None
-        """Which default group of torch's there was when the process left its last world; None for none."""
+        """The id of torch's default group when the process left its last world; None where there was none."""
         self.has_thread_worlds = False
-        """Whether a thread has ever had one: as long as none has, nobody looks, which takes as long as a small call."""
+        """True once a thread has had one: until then nobody looks, which takes as long as a small call."""
         self.num_inits: Counter[str] = Counter()
 
 
@@ -99,22 +99,22 @@ def init_process_group(
         )
     prefix = group_name or "job"
     if backend is not None and not any(kind.has_peers for kind in choose_backends(backend).values()):
-        place = rendezvous.place_alone(rank, world_size)
+        info = rendezvous.rendezvous_alone(rank, world_size)
         opened: Store = HashStore() if store is None else store
     elif store is not None:
-        place = rendezvous.find_place(init_method, rank, world_size, store)
+        info = rendezvous.find_rendezvous(init_method, rank, world_size, store)
         opened = store
-        rendezvous.join(PrefixStore(prefix, store), place, timeout_s)
+        rendezvous.join(PrefixStore(prefix, store), info, timeout_s)
     else:
-        place = rendezvous.find_place(init_method, rank, world_size, store)
+        info = rendezvous.find_rendezvous(init_method, rank, world_size, store)
         # A launcher's store outlives a world: each world that its processes have had gets keys of its own there.
-        _default.num_inits[place.address] += 1
-        prefix = f"round-{place.round}/{prefix}/{_default.num_inits[place.address]}"
-        opened = rendezvous.meet(place, prefix, timeout_s)
+        _default.num_inits[info.address] += 1
+        prefix = f"round-{info.round}/{prefix}/{_default.num_inits[info.address]}"
+        opened = rendezvous.meet(info, prefix, timeout_s)
     world = World(
         PrefixStore(prefix, opened),
-        place.rank,
-        place.world_size,
+        info.rank,
+        info.world_size,
         backend=backend,
         timeout_s=timeout_s,
         device=torch.device("cuda", device_id) if isinstance(device_id, int) else device_id,
@@ -157,8 +157,8 @@ def destroy_process_group(group: ProcessGroup | NonGroupMember | None = None) ->
     Where another library has initialised torch.distributed, and nobody disttrain, it is torch's group that ends.
     Collectives over Gloo whose handles nobody has kept get five seconds to end; then a warning says how many did not.
     """
-    if group is None and (theirs := _torch_alone()) is not None:
-        theirs.destroy_process_group()
+    if group is None and (torch_distributed := _torch_alone()) is not None:
+        torch_distributed.destroy_process_group()
         return
     world = current_world("destroy_process_group")
     if isinstance(group, NonGroupMember):
@@ -187,7 +187,7 @@ def entered_world(world: World) -> Iterator[World]:
 
 
 def has_world() -> bool:
-    """Whether this thread or process is a rank of a world of disttrain's."""
+    """True when this thread or process is a rank of a world of disttrain's."""
     return (_default.thread.world or _default.process_world) is not None
 
 
@@ -199,7 +199,7 @@ def _torch_alone() -> Any:
 
 
 def _torchs_default() -> int | None:
-    """Which is torch's default group, if it has one."""
+    """The id of torch's default group, if it has one."""
     is_there = torch.distributed.is_available() and torch.distributed.is_initialized()
     return id(torch.distributed.group.WORLD) if is_there else None
 
@@ -258,11 +258,11 @@ def resolve_group(operation: str, group: object) -> ProcessGroup:
 
 
 def _known_to_torch(operation: str, group: object) -> ProcessGroup:
-    """What torch has as `group`, of those that are registered with it; else an error that says whose it is."""
+    """The group that torch knows as `group`. Raises GroupError, with the kind of `group`, where there is none."""
     world = current_world(operation)
-    for ours in world.groups:
-        if ours.torch_group is group:
-            return ours
+    for candidate in world.groups:
+        if candidate.torch_group is group:
+            return candidate
     kind = type(group)
     raise GroupError(
         operation,
@@ -284,15 +284,15 @@ def is_initialized() -> bool:
 
 def get_rank(group: ProcessGroup | NonGroupMember | None = None) -> int:
     """This process's rank in the group; -1 when it is not a member."""
-    if group is None and (theirs := _torch_alone()) is not None:
-        return int(theirs.get_rank())  # without joining: one rank alone may ask
+    if group is None and (torch_distributed := _torch_alone()) is not None:
+        return int(torch_distributed.get_rank())  # without joining: one rank alone may ask
     return -1 if isinstance(group, NonGroupMember) else resolve_group("get_rank", group).group_rank
 
 
 def get_world_size(group: ProcessGroup | NonGroupMember | None = None) -> int:
     """Number of ranks in the group; -1 when this process is not a member."""
-    if group is None and (theirs := _torch_alone()) is not None:
-        return int(theirs.get_world_size())
+    if group is None and (torch_distributed := _torch_alone()) is not None:
+        return int(torch_distributed.get_world_size())
     return -1 if isinstance(group, NonGroupMember) else resolve_group("get_world_size", group).group_size
 
 

@@ -13,7 +13,7 @@ from disttrain.process_group.calls.async_tensor import AsyncCollectiveTensor, se
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.watching.fingerprint import compare_calls
 from disttrain.process_group.watching.observer import Call, How
-from disttrain.process_group.work import Place, TransportWork, Work
+from disttrain.process_group.work import CallArguments, TransportWork, Work
 
 REFUSALS = (BackendError, ShapeError)
 """What a backend raises itself, before its transport has heard of the call."""
@@ -78,11 +78,11 @@ def issue(
                 call.completed(None)
             return None
     except Exception as error:
-        place = (operation, group, sequence, inputs, outputs, peer_rank)
-        raise _answer(group, error, call or Call(*place, (), world.action, world.module), record) from error
+        call_arguments = (operation, group, sequence, inputs, outputs, peer_rank)
+        raise _answer(group, error, call or Call(*call_arguments, (), world.action, world.module), record) from error
     work = Work()
     work._started = started
-    work._place = (operation, group, sequence, inputs, outputs, peer_rank)
+    work._call_arguments = (operation, group, sequence, inputs, outputs, peer_rank)
     work._call = call
     work._recorder = recorder
     work._record = record
@@ -115,9 +115,9 @@ def issue_message(
         outputs = (tensor,)
     world = group.world
     call = record = None
-    place: Place = (operation, group, 0, inputs, outputs, peer_rank)
+    call_arguments: CallArguments = (operation, group, 0, inputs, outputs, peer_rank)
     if world.observers:
-        call = Call(*place, world.observers, world.action, world.module)
+        call = Call(*call_arguments, world.observers, world.action, world.module)
         call.enqueued()
     recorder = world.recorder
     if recorder is not None:
@@ -126,8 +126,8 @@ def issue_message(
     try:
         work._started = run(tensor, peer_rank, tag)
     except Exception as error:
-        raise _answer(group, error, call or Call(*place, (), world.action, world.module), record) from error
-    work._place = place
+        raise _answer(group, error, call or Call(*call_arguments, (), world.action, world.module), record) from error
+    work._call_arguments = call_arguments
     work._call = call
     work._recorder = recorder
     work._record = record
@@ -153,7 +153,7 @@ def _check_memory(group: ProcessGroup, operation: str, tensors: Sequence[torch.T
 
 
 def _answer(group: ProcessGroup, error: Exception, call: Call, record: Any) -> DisttrainError:
-    """What `error` of a transport means, once whoever listens has been told."""
+    """Translates the `error` of a transport, and reports it: a refusal to the other ranks, all to the observers."""
     recorder = group.world.recorder
     if type(error) in REFUSALS and call.sequence:
         group.world.refusals.add(group, call.operation, error, call.operation, was_counted=True)

@@ -211,7 +211,7 @@ class ProcessGroup:
 
     @property
     def device_types(self) -> tuple[str, ...]:
-        """What the group has transports for."""
+        """The device types that the group has transports for."""
         return tuple(self._backend_classes)
 
     def to_torch(self) -> Any:
@@ -364,7 +364,7 @@ class ProcessGroup:
         return made
 
     def _came_too_late(self) -> list[Backend]:
-        """What connected while the group ended, and was not there to be taken out."""
+        """Takes out backends that connected while the group ended, too late for `end` or `abort`."""
         return self._taken_out() if self._is_destroyed else []
 
     def _destroyed_error(self, operation: str) -> GroupError:

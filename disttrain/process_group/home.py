@@ -14,7 +14,7 @@ from disttrain.process_group.watching.refusals import Refusals
 
 
 class HomeWorld(ObservedWorld, Protocol):
-    """What a group, and who issues its collectives, ask of a world; `World` says more of each."""
+    """The part of a world that its groups and their collectives use; `World` says more of each."""
 
     device: torch.device
     compares_calls: bool

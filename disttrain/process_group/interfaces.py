@@ -1,4 +1,4 @@
-"""What is known of groups and of the world by what stands below them: observers, watchers, handles of collectives.
+"""Protocols of groups and of the world for the layers below them: observers, watchers, handles of collectives.
 
 `ProcessGroup` and `World` are built from those, and satisfy these protocols; nothing checks it but type checkers.
 """

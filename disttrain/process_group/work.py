@@ -16,12 +16,12 @@ from disttrain.process_group.watching.observer import Call, Recorder
 if TYPE_CHECKING:
     from disttrain.process_group.interfaces import GroupLike
 
-Place = tuple[str, "GroupLike", int, Sequence[torch.Tensor], Sequence[torch.Tensor], int | None]
-"""What a Call is made of: operation, group, sequence, inputs, outputs, peer_rank."""
+CallArguments = tuple[str, "GroupLike", int, Sequence[torch.Tensor], Sequence[torch.Tensor], int | None]
+"""The first arguments of a Call: operation, group, sequence, inputs, outputs, peer_rank."""
 
 
 class TransportWork(Protocol):
-    """What a backend hands back: torch's `c10d::Work`, or an object with its methods."""
+    """The handle that a backend returns: torch's `c10d::Work`, or an object with its methods."""
 
     def wait(self, timeout: timedelta = ...) -> bool: ...
 
@@ -63,11 +63,11 @@ class Work:
     returns at once, so that the host runs ahead.
     """
 
-    __slots__ = ("_call", "_error", "_place", "_record", "_recorder", "_started")
+    __slots__ = ("_call", "_call_arguments", "_error", "_record", "_recorder", "_started")
 
     # The door sets these itself: to be called with arguments takes a class half as long again, at each message.
     _started: TransportWork
-    _place: Place
+    _call_arguments: CallArguments
     _call: Call | None
     _recorder: Recorder | None
     """Has made `_record` of it; None when nobody records, or all is told."""
@@ -79,8 +79,8 @@ class Work:
 
         Raises: CollectiveTimeoutError after `timeout` (default: the group's), BackendError when the transport failed.
         """
-        place, recorder = self._place, self._recorder
-        place[1].waiting_in = place[2]
+        call_arguments, recorder = self._call_arguments, self._recorder
+        call_arguments[1].waiting_in = call_arguments[2]
         if recorder is not None:
             recorder.waits(self._record)
         try:
@@ -99,8 +99,8 @@ class Work:
         return True
 
     def _failed(self, error: Exception) -> DisttrainError:
-        """What `error` of the transport means, once whoever listens has been told."""
-        call = Call(*self._place) if self._call is None else self._call
+        """Translates the `error` of the transport, and tells the recorder and the observers of it."""
+        call = Call(*self._call_arguments) if self._call is None else self._call
         self._error = call.failure(error)
         self._tell_recorder(self._error)
         call.completed(self._error)
@@ -130,7 +130,7 @@ class Work:
 
     def result(self) -> list[torch.Tensor]:
         """The collective's outputs, which are there once it has ended."""
-        return list(self._place[4])
+        return list(self._call_arguments[4])
 
     def synchronize(self) -> None:
         """As `wait`, which on CUDA orders the current stream alone."""
@@ -138,7 +138,7 @@ class Work:
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """A future of the collective's outputs, for callbacks. Gloo's messages have none."""
-        outputs = list(self._place[4])
+        outputs = list(self._call_arguments[4])
 
         def value(done: torch.futures.Future[Any]) -> list[torch.Tensor]:
             done.value()
@@ -154,11 +154,11 @@ class Work:
 
     def source_rank(self) -> int:
         """The global rank that a message came from, once it has."""
-        return self._place[1].ranks[self.source_group_rank()]
+        return self._call_arguments[1].ranks[self.source_group_rank()]
 
     def source_group_rank(self) -> int:
         """Likewise, its rank in the group."""
-        peer_rank = self._place[5]
+        peer_rank = self._call_arguments[5]
         if peer_rank is None:
             peer_rank = self._started.source_rank()  # type: ignore[attr-defined]  # what receives from anyone has it
         return peer_rank

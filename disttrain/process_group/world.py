@@ -27,7 +27,7 @@ from disttrain.store.responder import Responder
 
 
 class Closable(Protocol):
-    """What lives as long as a world."""
+    """An object that is closed with its world."""
 
     def close(self) -> None:
         """Let go of what it has; raises nothing."""
@@ -38,7 +38,7 @@ Companion = TypeVar("Companion", bound=Closable)
 
 
 class NonGroupMember:
-    """What `new_group` gives to a rank that is not a member."""
+    """The result of `new_group` on a rank that is not a member."""
 
     def __repr__(self) -> str:
         return "NON_GROUP_MEMBER"
@@ -184,7 +184,7 @@ class World:
         return named
 
     def take_pending(self, handle: int) -> tuple[torch.Tensor, Work]:
-        """What `keep_pending` was given; only once."""
+        """The tensor and the work that `keep_pending` was given; only once."""
         try:
             return self._pending.pop(handle)
         except KeyError:
@@ -206,8 +206,8 @@ class World:
         """This world's one object of a type, made when it is first asked for, and closed before the world ends."""
         if kind not in self._companions:
             self._companions[kind] = make()
-        found: Companion = self._companions[kind]
-        return found
+        companion: Companion = self._companions[kind]
+        return companion
 
     def become_witness(self) -> None:
         """From now on, tell other ranks how far this one has come when they ask, and hear what they refuse."""

@@ -1,4 +1,4 @@
-"""Which transports exist, and which one serves a device type unless the user says otherwise.
+"""The registry of backends, and the choice of one for each device type unless the user names it.
 
 Others come from `register_backend`, or from an installed package with an entry point in the group `disttrain.backends`:
 

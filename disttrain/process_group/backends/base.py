@@ -1,4 +1,4 @@
-"""What a backend promises: it moves tensors of some device types among the members of one group."""
+"""The interface of a backend, which moves tensors of some device types among the members of one group."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from disttrain.store import Store
 
 
 class GivableUp:
-    """What handles ask while they wait: has the group been given up, and for which `reason`?
+    """Tells handles that wait whether the group has been given up, and for which `reason`.
 
-    `dropped` are operations whose handles went while they were under way, so that nobody waits for them. Who waits for
-    longer than a moment calls `look(problem)` again and again, and `looked` at the end: to find out that it is in vain,
-    of which a `problem` leaves no doubt.
+    `dropped` are operations whose handles went while they were under way, so that nobody waits for them. A wait of more
+    than a moment calls `look(problem)` repeatedly, and `looked` at its end. `look` finds out whether the operation can
+    still complete; with a `problem` it cannot.
     """
 
     __slots__ = ("dropped", "is_given_up", "look", "looked", "reason")
@@ -47,7 +47,7 @@ class GivableUp:
 
 @dataclass(frozen=True)
 class Membership:
-    """Who makes a backend: this process's place in one group.
+    """This process's membership of one group, of which a backend is made.
 
     `store` is the group's own part of the job's store; `ranks` are global ranks in group order; `options` is what the
     user gave as `pg_options`, for the backend to understand; `scope` says when the group has been given up meanwhile.

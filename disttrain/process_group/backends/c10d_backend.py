@@ -1,6 +1,6 @@
-"""What Gloo and NCCL have in common: the calls of torch's `c10d::Backend`.
+"""The calls of torch's `c10d::Backend`, which Gloo and NCCL share.
 
-What only moves data moves bytes where the transport does not know the dtype. What reduces follows `reduction.py`.
+Operations that only move data move bytes where the transport does not know the dtype. Reductions follow `reduction.py`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from disttrain.process_group import _c10d
 from disttrain.process_group._c10d import Reduction, Transport
 from disttrain.process_group.backends.base import AnySourceWork, Backend, CompletedWork, Membership
 from disttrain.process_group.backends.c10d_work import Finish, FinishingWork
-from disttrain.process_group.backends.reduction import Natives, Recipe, recipe_for
+from disttrain.process_group.backends.reduction import Emulation, Natives, emulation_for
 from disttrain.process_group.work import TransportWork
 
 _COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
 _ENUMERATORS = frozenset(map(id, _c10d.ReduceOp.RedOpType.__members__.values()))
 
-Prepared = tuple[Any, Recipe | None]
+Prepared = tuple[Any, Emulation | None]
 """Options for a transport's reduction, and how to reduce what it doesn't know."""
 
 
@@ -59,32 +59,32 @@ class C10dBackend(Backend):
         return self._transport
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> TransportWork:
-        options, recipe = self._reduction("all_reduce", _c10d.AllreduceOptions, tensor.dtype, op, async_op)
-        if recipe is None:
+        options, emulation = self._reduction("all_reduce", _c10d.AllreduceOptions, tensor.dtype, op, async_op)
+        if emulation is None:
             return self._begun(self._transport.allreduce([unseen(tensor)], options))
-        seen = unseen(recipe.seen(tensor))
-        if recipe.factor is not None:
-            seen.mul_(recipe.factor)
+        seen = unseen(emulation.seen(tensor))
+        if emulation.factor is not None:
+            seen.mul_(emulation.factor)
         started = self._transport.allreduce([seen], options)
-        return self._begun(started, lambda: recipe.finish(seen, tensor, self._size))
+        return self._begun(started, lambda: emulation.finish(seen, tensor, self._size))
 
     def reduce(self, tensor: torch.Tensor, dst_rank: int, op: Reduction, async_op: bool) -> TransportWork:
-        options, recipe = self._reduction("reduce", _c10d.ReduceOptions, tensor.dtype, op, async_op, dst_rank)
+        options, emulation = self._reduction("reduce", _c10d.ReduceOptions, tensor.dtype, op, async_op, dst_rank)
         is_root = self._rank == dst_rank
-        if recipe is None:
+        if emulation is None:
             # Transports leave partial sums in the tensors of the others.
             return self._begun(
                 self._transport.reduce([unseen(tensor) if is_root else tensor.detach().clone()], options)
             )
-        seen = unseen(recipe.multiplied(recipe.seen(tensor)))
+        seen = unseen(emulation.multiplied(emulation.seen(tensor)))
         if not is_root:
             contribution = seen.clone() if seen.data_ptr() == tensor.data_ptr() else seen
             return self._begun(self._transport.reduce([contribution], options))
 
         def finish() -> Sequence[torch.Tensor]:
-            recipe.finish(seen, tensor, self._size)
-            if recipe.factor is not None:
-                recipe.seen(tensor).copy_(seen)
+            emulation.finish(seen, tensor, self._size)
+            if emulation.factor is not None:
+                emulation.seen(tensor).copy_(seen)
             return [tensor]
 
         return self._begun(self._transport.reduce([seen], options), finish)
@@ -125,27 +125,27 @@ class C10dBackend(Backend):
     ) -> TransportWork:
         # Gloo splits along the leading dim only.
         whole, flat = in_a_row(input), in_a_row(output)
-        options, recipe = self._reduction(
+        options, emulation = self._reduction(
             "reduce_scatter_tensor", _c10d.ReduceScatterOptions, whole.dtype, op, async_op
         )
-        if recipe is None:
+        if emulation is None:
             return self._begun(self._transport._reduce_scatter_base(flat, whole, options))
-        seen = recipe.seen(flat).view(-1)
-        contribution = recipe.multiplied(recipe.seen(whole).view(-1))
+        seen = emulation.seen(flat).view(-1)
+        contribution = emulation.multiplied(emulation.seen(whole).view(-1))
         started = self._transport._reduce_scatter_base(seen, contribution, options)
-        return self._begun(started, lambda: recipe.finish(seen, flat, self._size))
+        return self._begun(started, lambda: emulation.finish(seen, flat, self._size))
 
     def reduce_scatter(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Reduction, async_op: bool
     ) -> TransportWork:
-        options, recipe = self._reduction("reduce_scatter", _c10d.ReduceScatterOptions, output.dtype, op, async_op)
+        options, emulation = self._reduction("reduce_scatter", _c10d.ReduceScatterOptions, output.dtype, op, async_op)
         flat = in_a_row(output)
-        if recipe is None:
+        if emulation is None:
             return self._begun(self._transport.reduce_scatter([flat], [self._all_flat(inputs)], options))
-        seen = in_a_row(recipe.seen(flat))
-        contributions = [recipe.multiplied(in_a_row(recipe.seen(in_a_row(tensor)))) for tensor in inputs]
+        seen = in_a_row(emulation.seen(flat))
+        contributions = [emulation.multiplied(in_a_row(emulation.seen(in_a_row(tensor)))) for tensor in inputs]
         started = self._transport.reduce_scatter([seen], [contributions], options)
-        return self._begun(started, lambda: recipe.finish(seen, flat, self._size))
+        return self._begun(started, lambda: emulation.finish(seen, flat, self._size))
 
     def all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], async_op: bool
@@ -227,10 +227,10 @@ class C10dBackend(Backend):
 
     def _options(self, kind: type[Any], async_op: bool, root_rank: int | None = None) -> Any:
         """Options of class `kind` that say these two alone."""
-        found = self._made_options.get((kind, async_op, root_rank))
-        if found is None:
-            found = self._made_options[kind, async_op, root_rank] = _new_options(kind, async_op, root_rank)
-        return found
+        options = self._made_options.get((kind, async_op, root_rank))
+        if options is None:
+            options = self._made_options[kind, async_op, root_rank] = _new_options(kind, async_op, root_rank)
+        return options
 
     def _reduction(
         self,
@@ -243,17 +243,17 @@ class C10dBackend(Backend):
     ) -> Prepared:
         """Options of class `kind` to reduce `dtype` by `op`, and what the transport cannot do by itself."""
         # By identity: torch's enumerators live as long as their class, and take a microsecond to hash.
-        found = self._prepared.get((kind, dtype, id(op), async_op, root_rank))
-        if found is None:
-            recipe = self._recipe(operation, dtype, op)
-            found = _new_options(kind, async_op, root_rank), recipe
-            found[0].reduceOp = op if recipe is None else recipe.op
+        prepared = self._prepared.get((kind, dtype, id(op), async_op, root_rank))
+        if prepared is None:
+            emulation = self._emulation(operation, dtype, op)
+            prepared = _new_options(kind, async_op, root_rank), emulation
+            prepared[0].reduceOp = op if emulation is None else emulation.op
             if id(op) in _ENUMERATORS:
-                self._prepared[kind, dtype, id(op), async_op, root_rank] = found
-        return found
+                self._prepared[kind, dtype, id(op), async_op, root_rank] = prepared
+        return prepared
 
-    def _recipe(self, operation: str, dtype: torch.dtype, op: Reduction) -> Recipe | None:
-        return recipe_for(operation, dtype, op, self.natives, self.short_name(), self._global_rank)
+    def _emulation(self, operation: str, dtype: torch.dtype, op: Reduction) -> Emulation | None:
+        return emulation_for(operation, dtype, op, self.natives, self.short_name(), self._global_rank)
 
     def _barrier(self, device_ids: Sequence[int] = (), timeout: timedelta | None = None) -> TransportWork:
         """`timeout` None: the group's."""

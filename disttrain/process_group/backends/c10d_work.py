@@ -160,13 +160,13 @@ class InterruptibleWork:
 
 
 def num_under_way(works: Sequence[TransportWork], wait_s: float) -> int:
-    """How many of `works` have not ended in `wait_s` seconds, well or not."""
+    """Counts those of `works` that have not ended, well or not, after `wait_s` seconds."""
     deadline_s = time.monotonic() + wait_s
     return sum(not _ends(work, deadline_s) for work in works)
 
 
 def _ends(work: TransportWork, deadline_s: float) -> bool:
-    """Whether it ends until then. Gloo's works on nothing at all can be waited for, and never say that they have."""
+    """True when `work` ends by then. Gloo's works on nothing at all can be waited for, and never report their end."""
     if work.is_completed():
         return True
     try:

@@ -1,7 +1,7 @@
-"""Where ranks that are threads of one process meet. A deadlock is reported, not waited out.
+"""Operations among ranks that are threads of one process. A deadlock is reported, not waited out.
 
-Every operation is a meeting that its members join; whoever comes last does the work for all. The `Fabric` knows all
-threads, so it sees when each one that still runs waits for a meeting that nobody is left to complete.
+The members of a `FabricOperation` join it; the last one does the work for all. The `Fabric` knows all threads, so it
+sees when each one that still runs waits for an operation that nobody is left to complete.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Combine = Callable[[Sequence[Payload]], None]
 
 
 @dataclass(eq=False)
-class Meeting:
-    """One operation: what its members called it, what each of them brought, and how it ended."""
+class FabricOperation:
+    """One collective or message: the call and the payload of each member, and how it ended."""
 
     title: str
     size: int
@@ -55,83 +55,83 @@ class Envelope:
     tensor: torch.Tensor
     is_sending: bool
     source_rank: int | None
-    meeting: Meeting = field(default_factory=lambda: Meeting("message", 2))
+    operation: FabricOperation = field(default_factory=lambda: FabricOperation("message", 2))
 
     def suits(self, other: Envelope) -> bool:
         return None in (self.source_rank, other.source_rank) or self.source_rank == other.source_rank
 
 
 class Fabric:
-    """Where the ranks of one world of threads meet. Shared by all of them; handed over as `pg_options`."""
+    """The operations under way in one world of threads. All ranks share it; it is handed over as `pg_options`."""
 
     def __init__(self, world_size: int) -> None:
         self._changed = threading.Condition()
         self._running = set(range(world_size))
-        self._waiting: dict[int, Meeting] = {}
-        self._open: dict[Hashable, Meeting] = {}
+        self._waiting: dict[int, FabricOperation] = {}
+        self._open: dict[Hashable, FabricOperation] = {}
         self._mail: dict[Hashable, list[Envelope]] = {}
 
     def join(
         self, key: Hashable, title: str, size: int, member: int, payload: Payload, combine: Combine[Payload]
-    ) -> Meeting:
-        """Member `member` of `size` comes to the meeting `key`; the last one runs `combine` on payloads by member."""
+    ) -> FabricOperation:
+        """Member `member` of `size` joins operation `key`; the last one runs `combine` on payloads by member."""
         with self._changed:
-            meeting = self._open.setdefault(key, Meeting(title, size))
-            meeting.brought[member] = payload
-            meeting.titles[member] = title
-            if len(meeting.brought) == size:
+            operation = self._open.setdefault(key, FabricOperation(title, size))
+            operation.brought[member] = payload
+            operation.titles[member] = title
+            if len(operation.brought) == size:
                 del self._open[key]
-                meeting.end(_hold(meeting, combine))
+                operation.end(_run(operation, combine))
                 self._changed.notify_all()
-            return meeting
+            return operation
 
-    def exchange(self, box: Hashable, title: str, mine: Envelope) -> Meeting:
+    def exchange(self, box: Hashable, title: str, envelope: Envelope) -> FabricOperation:
         """Sender or receiver of a message comes; it takes the first of the other kind in `box` that suits it."""
         with self._changed:
             waiting = self._mail.setdefault(box, [])
             for other in waiting:
-                if other.is_sending != mine.is_sending and other.suits(mine):
+                if other.is_sending != envelope.is_sending and other.suits(envelope):
                     waiting.remove(other)
-                    sent, received = (mine, other) if mine.is_sending else (other, mine)
-                    meeting = other.meeting
+                    sent, received = (envelope, other) if envelope.is_sending else (other, envelope)
+                    operation = other.operation
                     assert sent.source_rank is not None
-                    meeting.source_rank = sent.source_rank
-                    meeting.brought = {0: sent.tensor, 1: received.tensor}
-                    meeting.end(_hold(meeting, _deliver))
+                    operation.source_rank = sent.source_rank
+                    operation.brought = {0: sent.tensor, 1: received.tensor}
+                    operation.end(_run(operation, _deliver))
                     self._changed.notify_all()
-                    return meeting
-            waiting.append(mine)
-            mine.meeting.title = title
-            return mine.meeting
+                    return operation
+            waiting.append(envelope)
+            envelope.operation.title = title
+            return envelope.operation
 
-    def wait(self, meeting: Meeting, global_rank: int, timeout_s: float) -> None:
-        """Block until the meeting is over; raises what it ended with, or a deadlock's report."""
+    def wait(self, operation: FabricOperation, global_rank: int, timeout_s: float) -> None:
+        """Block until the operation is over; raises what it ended with, or a deadlock's report."""
         with self._changed:
-            self._waiting[global_rank] = meeting
+            self._waiting[global_rank] = operation
             try:
                 self._end_if_deadlocked()
-                if not self._changed.wait_for(lambda: meeting.is_over, timeout_s):
-                    came = ", ".join(str(member) for member in sorted(meeting.brought))
-                    who = f"only group ranks {came} of {meeting.size}" if came else "nobody at the other end"
+                if not self._changed.wait_for(lambda: operation.is_over, timeout_s):
+                    arrived = ", ".join(str(member) for member in sorted(operation.brought))
+                    who = f"only group ranks {arrived} of {operation.size}" if arrived else "nobody at the other end"
                     raise CollectiveTimeoutError(
-                        meeting.title,
+                        operation.title,
                         f"{who} came within {timeout_s:g} s.",
                         "Look for a rank that hangs or takes another branch.",
                         rank=global_rank,
                     )
             finally:
                 del self._waiting[global_rank]
-        if meeting.error is not None:
-            raise meeting.error
+        if operation.error is not None:
+            raise operation.error
 
-    def future(self, meeting: Meeting) -> torch.futures.Future[Any]:
-        """A future that is over when the meeting is."""
+    def future(self, operation: FabricOperation) -> torch.futures.Future[Any]:
+        """A future that is done when the operation is over."""
         future: torch.futures.Future[Any] = torch.futures.Future()
         with self._changed:
-            if meeting.is_over:
-                meeting.settle(future)
+            if operation.is_over:
+                operation.settle(future)
             else:
-                meeting.futures.append(future)
+                operation.futures.append(future)
         return future
 
     def leave(self, global_rank: int) -> None:
@@ -141,37 +141,39 @@ class Fabric:
             self._end_if_deadlocked()
 
     def _end_if_deadlocked(self) -> None:
-        waiting = {rank: meeting for rank, meeting in self._waiting.items() if not meeting.is_over}
+        waiting = {rank: operation for rank, operation in self._waiting.items() if not operation.is_over}
         if not waiting or set(waiting) != self._running:
             return
         stuck = "; ".join(f"rank {rank} waits in {waiting[rank].title}" for rank in sorted(waiting))
-        for meeting in waiting.values():
-            meeting.end(
+        for operation in waiting.values():
+            operation.end(
                 CollectiveMismatchError(
-                    meeting.title,
+                    operation.title,
                     f"deadlock: {stuck}; every other rank has ended.",
                     "Make all members of a group call the same operations in the same order.",
                 )
             )
-        self._open = {key: meeting for key, meeting in self._open.items() if not meeting.is_over}
+        self._open = {key: operation for key, operation in self._open.items() if not operation.is_over}
         self._mail = {
-            box: [mail for mail in waiting if not mail.meeting.is_over] for box, waiting in self._mail.items()
+            box: [mail for mail in waiting if not mail.operation.is_over] for box, waiting in self._mail.items()
         }
         self._changed.notify_all()
 
 
-def _hold(meeting: Meeting, combine: Combine[Payload]) -> Exception | None:
-    if len(set(meeting.titles.values())) > 1:
-        calls = "; ".join(f"group rank {member} called {meeting.titles[member]}" for member in sorted(meeting.titles))
+def _run(operation: FabricOperation, combine: Combine[Payload]) -> Exception | None:
+    if len(set(operation.titles.values())) > 1:
+        calls = "; ".join(
+            f"group rank {member} called {operation.titles[member]}" for member in sorted(operation.titles)
+        )
         return CollectiveMismatchError(
-            meeting.title, f"the members called different operations: {calls}.", "Call the same one on every rank."
+            operation.title, f"the members called different operations: {calls}.", "Call the same one on every rank."
         )
     try:
         # The thread that came last writes for all: to any tensor, and beside autograd, as transports do.
         with torch.inference_mode():
-            combine([meeting.brought[member] for member in range(meeting.size)])  # type: ignore[misc]
+            combine([operation.brought[member] for member in range(operation.size)])  # type: ignore[misc]
     except (RuntimeError, ValueError) as error:
-        return BackendError(meeting.title, f"it failed on the values the members brought: {error}")
+        return BackendError(operation.title, f"it failed on the values the members brought: {error}")
     return None
 
 
@@ -189,29 +191,29 @@ def _deliver(ends: Sequence[torch.Tensor]) -> None:
     copy_flat(ends[1], ends[0])
 
 
-class MeetingWork:
-    """The handle of a meeting for one of its members."""
+class FabricWork:
+    """The handle of an operation for one of its members."""
 
-    __slots__ = ("_fabric", "_global_rank", "_meeting", "_timeout_s")
+    __slots__ = ("_fabric", "_global_rank", "_operation", "_timeout_s")
 
-    def __init__(self, fabric: Fabric, meeting: Meeting, global_rank: int, timeout_s: float) -> None:
+    def __init__(self, fabric: Fabric, operation: FabricOperation, global_rank: int, timeout_s: float) -> None:
         self._fabric = fabric
-        self._meeting = meeting
+        self._operation = operation
         self._global_rank = global_rank
         self._timeout_s = timeout_s
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._fabric.wait(
-            self._meeting, self._global_rank, self._timeout_s if timeout is None else timeout.total_seconds()
+            self._operation, self._global_rank, self._timeout_s if timeout is None else timeout.total_seconds()
         )
         return True
 
     def is_completed(self) -> bool:
-        return self._meeting.is_over
+        return self._operation.is_over
 
     def get_future(self) -> torch.futures.Future[Any]:
-        return self._fabric.future(self._meeting)
+        return self._fabric.future(self._operation)
 
     def source_rank(self) -> int:
         """Of a message: its sender's rank in the group."""
-        return self._meeting.source_rank
+        return self._operation.source_rank

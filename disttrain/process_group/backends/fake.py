@@ -83,9 +83,9 @@ class FakeBackend(Backend):
     def all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], async_op: bool
     ) -> TransportWork:
-        for output, mine in zip(outputs, inputs, strict=True):
-            if output.shape == mine.shape:
-                output.copy_(mine)
+        for output, input_ in zip(outputs, inputs, strict=True):
+            if output.shape == input_.shape:
+                output.copy_(input_)
         return _COMPLETED
 
     def all_to_all_single(

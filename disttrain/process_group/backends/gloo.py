@@ -27,7 +27,7 @@ from disttrain.process_group.backends.gloo_direct import (
     reduces_directly,
 )
 from disttrain.process_group.backends.gloo_failures import GLOO_FAILURES
-from disttrain.process_group.backends.reduction import Natives, Recipe
+from disttrain.process_group.backends.reduction import Emulation, Natives
 from disttrain.process_group.work import JoinedWork, TransportWork
 from disttrain.settings import GLOO_SOCKET_IFNAME, MASTER_ADDR
 
@@ -49,11 +49,11 @@ class GlooBackend(C10dBackend):
     def __init__(self, membership: Membership) -> None:
         super().__init__(membership)
         interfaces = GLOO_SOCKET_IFNAME.read() or ()
-        own = {name for _, name in socket.if_nameindex()}
-        if unknown := [name for name in interfaces if name not in own]:
+        existing = {name for _, name in socket.if_nameindex()}
+        if unknown := [name for name in interfaces if name not in existing]:
             raise BackendError(
                 "gloo",
-                f"{GLOO_SOCKET_IFNAME.name} names {', '.join(unknown)}; there are {', '.join(sorted(own))}.",
+                f"{GLOO_SOCKET_IFNAME.name} names {', '.join(unknown)}; there are {', '.join(sorted(existing))}.",
                 "Name one that all nodes of the job can be reached by.",
                 rank=membership.global_rank,
             )
@@ -69,9 +69,9 @@ class GlooBackend(C10dBackend):
     def all_reduce(self, tensor: torch.Tensor, op: Reduction, async_op: bool) -> TransportWork:
         if not (self._spans_hosts and reduces_directly(tensor, self._size)):
             return super().all_reduce(tensor, op, async_op)
-        _, recipe = self._reduction("all_reduce", _c10d.AllreduceOptions, tensor.dtype, op, async_op)
-        term = in_a_row(tensor if recipe is None else recipe.multiplied(recipe.seen(tensor)))
-        return self._reduced(term.expand(self._size, -1), tensor, op, recipe)
+        _, emulation = self._reduction("all_reduce", _c10d.AllreduceOptions, tensor.dtype, op, async_op)
+        term = in_a_row(tensor if emulation is None else emulation.multiplied(emulation.seen(tensor)))
+        return self._reduced(term.expand(self._size, -1), tensor, op, emulation)
 
     def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor, async_op: bool) -> TransportWork:
         # Gloo compares the shapes of parts, and takes no output that stacks them.
@@ -93,26 +93,26 @@ class GlooBackend(C10dBackend):
         return tensor.is_sparse and tensor.dtype in self.natives.dtypes and op == _c10d.ReduceOp.SUM
 
     def all_reduce_tensors(self, tensors: Sequence[torch.Tensor], op: Reduction, async_op: bool) -> TransportWork:
-        recipes = [self._recipe("all_reduce", tensor.dtype, op) for tensor in tensors]
-        ops = [op if recipe is None else recipe.op for recipe in recipes]
-        pairs = list(zip(tensors, recipes, strict=True))
-        seen = [unseen(tensor if recipe is None else recipe.seen(tensor)) for tensor, recipe in pairs]
+        emulations = [self._emulation("all_reduce", tensor.dtype, op) for tensor in tensors]
+        ops = [op if emulation is None else emulation.op for emulation in emulations]
+        pairs = list(zip(tensors, emulations, strict=True))
+        seen = [unseen(tensor if emulation is None else emulation.seen(tensor)) for tensor, emulation in pairs]
         if len({tensor.dtype for tensor in seen}) > 1 or any(other != ops[0] for other in ops):
             return super().all_reduce_tensors(tensors, op, async_op)
-        for part, recipe in zip(seen, recipes, strict=True):
-            if recipe is not None and recipe.factor is not None:
-                part.mul_(recipe.factor)
+        for part, emulation in zip(seen, emulations, strict=True):
+            if emulation is not None and emulation.factor is not None:
+                part.mul_(emulation.factor)
         options = _c10d.AllreduceCoalescedOptions()
         options.reduceOp = ops[0]  # type: ignore[assignment]
         options.asyncOp = async_op
         started = self._transport.allreduce_coalesced(seen, options)
-        if all(recipe is None or recipe.only_views(op) for recipe in recipes):
+        if all(emulation is None or emulation.only_views(op) for emulation in emulations):
             return self._begun(started)
 
         def finish() -> Sequence[torch.Tensor]:
-            for (tensor, recipe), part in zip(pairs, seen, strict=True):
-                if recipe is not None:
-                    recipe.finish(part, tensor, self._size)
+            for (tensor, emulation), part in zip(pairs, seen, strict=True):
+                if emulation is not None:
+                    emulation.finish(part, tensor, self._size)
             return tensors
 
         return self._begun(started, finish)
@@ -132,16 +132,18 @@ class GlooBackend(C10dBackend):
         self, output: torch.Tensor, input: torch.Tensor, op: Reduction, async_op: bool
     ) -> TransportWork:
         # torch's Gloo has an all-reduce instead, whose handle does not say when it is done, and cannot be given up.
-        _, recipe = self._reduction("reduce_scatter_tensor", _c10d.ReduceScatterOptions, output.dtype, op, async_op)
-        sent = in_a_row(input if recipe is None else recipe.multiplied(recipe.seen(input))).view(self._size, -1)
-        return self._reduced(sent, output, op, recipe)
+        _, emulation = self._reduction("reduce_scatter_tensor", _c10d.ReduceScatterOptions, output.dtype, op, async_op)
+        sent = in_a_row(input if emulation is None else emulation.multiplied(emulation.seen(input))).view(
+            self._size, -1
+        )
+        return self._reduced(sent, output, op, emulation)
 
     def reduce_scatter(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Reduction, async_op: bool
     ) -> TransportWork:
-        _, recipe = self._reduction("reduce_scatter", _c10d.ReduceScatterOptions, output.dtype, op, async_op)
-        sent = [in_a_row(each if recipe is None else recipe.multiplied(recipe.seen(each))) for each in inputs]
-        return self._reduced(sent, output, op, recipe)
+        _, emulation = self._reduction("reduce_scatter", _c10d.ReduceScatterOptions, output.dtype, op, async_op)
+        sent = [in_a_row(each if emulation is None else emulation.multiplied(emulation.seen(each))) for each in inputs]
+        return self._reduced(sent, output, op, emulation)
 
     def all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], async_op: bool
@@ -163,14 +165,14 @@ class GlooBackend(C10dBackend):
         started = self.all_to_all_single(received, joined, sizes, [tensor.numel() for tensor in inputs], async_op)
         return FinishingWork(started, finish)
 
-    def _reduced(self, parts: Parts, result: torch.Tensor, op: Reduction, recipe: Recipe | None) -> TransportWork:
+    def _reduced(self, parts: Parts, result: torch.Tensor, op: Reduction, emulation: Emulation | None) -> TransportWork:
         """Send each rank its part, and reduce what comes into `result`."""
-        seen = result if recipe is None else recipe.seen(result)
+        seen = result if emulation is None else emulation.seen(result)
         exchange = self._exchange(parts, seen)
 
         def finish() -> Sequence[torch.Tensor]:
-            combine(exchange.result(self._scope).unbind(), op if recipe is None else recipe.op, in_a_row(seen))
-            return (result,) if recipe is None else recipe.finish(seen, result, self._size)
+            combine(exchange.result(self._scope).unbind(), op if emulation is None else emulation.op, in_a_row(seen))
+            return (result,) if emulation is None else emulation.finish(seen, result, self._size)
 
         return DirectWork(exchange.work, finish)
 
@@ -271,7 +273,7 @@ class GlooBackend(C10dBackend):
 
 
 def _listening_address() -> str | None:
-    """Where to listen, unless interfaces are named: on loopback for a job on loopback, else as the host is named."""
+    """The host to listen at where no interface is named: loopback for a job on loopback; None is this host's name."""
     master_addr = MASTER_ADDR.read()
     if master_addr == "localhost":
         return "127.0.0.1"

@@ -1,4 +1,4 @@
-"""What Gloo's rings do, with one message from each rank straight to each other one, which waits for the network once.
+"""The collectives of Gloo's rings by one message from each rank to each other one, which wait for the network once.
 
 Gloo's own all-gather passes parts on from neighbour to neighbour, and so waits for the network once for each other
 rank; its all-reduce, of which torch makes a reduce-scatter, waits twice as often, and sends twice the bytes of a
@@ -58,7 +58,7 @@ def gathers_directly(part: torch.Tensor, num_ranks: int) -> bool:
 
 
 def reduces_directly(tensor: torch.Tensor, num_ranks: int) -> bool:
-    """Whether an all-reduce between hosts is; alike on all ranks. Within a host a ring takes less of the processor."""
+    """True for small all-reduces between hosts; alike on all ranks. Within a host a ring takes less processor time."""
     return tensor.layout == torch.strided and tensor.numel() * tensor.element_size() * num_ranks <= REDUCED_BYTES
 
 
@@ -69,7 +69,7 @@ Start = Callable[[torch.Tensor, torch.Tensor, Sequence[int], Sequence[int]], Tra
 
 
 class SizeExchange:
-    """How much each rank sends to each other, said apart from it."""
+    """An exchange of the sizes of messages, apart from the messages themselves."""
 
     def __init__(self, parts: Parts, start: Start) -> None:
         sizes = torch.tensor([part.numel() * part.element_size() + 1 for part in parts], device="cpu")
@@ -101,7 +101,7 @@ class Exchange:
             self.work = JoinedWork([started, self._sizes.work])
 
     def result(self, scope: GivableUp) -> torch.Tensor:
-        """What has come, (ranks, elements). Raises unless each rank has sent as much."""
+        """The received parts, (ranks, elements). Raises unless each rank has sent as many elements as expected."""
         if self._sizes is not None:
             self._sizes.check(self._like, scope)
             return self._received

@@ -60,10 +60,10 @@ class NcclBackend(C10dBackend):
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: Reduction, async_op: bool
     ) -> TransportWork:
         dtypes = {tensor.dtype for tensor in inputs}
-        options, recipe = self._reduction(
+        options, emulation = self._reduction(
             "reduce_scatter_tensor_coalesced", _c10d.ReduceScatterOptions, inputs[0].dtype, op, async_op
         )
-        if len(dtypes) > 1 or recipe is not None:
+        if len(dtypes) > 1 or emulation is not None:
             return super().reduce_scatter_tensors(outputs, inputs, op, async_op)
         transport = self._transport
         transport._start_coalescing()

@@ -1,4 +1,4 @@
-"""How a transport that knows few dtypes and operations reduces the others: a plan first, tensors later.
+"""Emulates the reductions that a transport lacks by those that it has: a plan first, tensors later.
 
 The plan follows from dtype and operation alone. All ranks know both, so all of them refuse, or none does.
 """
@@ -25,7 +25,7 @@ FOLDS: dict[ReduceOp.RedOpType, Callable[..., torch.Tensor]] = {
     ReduceOp.BOR: torch.bitwise_or,
     ReduceOp.BXOR: torch.bitwise_xor,
 }
-"""What makes one tensor of two ranks'. An average's sum is still to be divided, factors have been multiplied by."""
+"""Combines the tensors of two ranks. An average's sum is still to be divided, factors have been multiplied by."""
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
 _OF_COMPLEX = frozenset({ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM})
 _EXTREME = frozenset({ReduceOp.MIN, ReduceOp.MAX})
@@ -46,7 +46,7 @@ _WIDER = {torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: tor
 
 @dataclass(frozen=True)
 class Natives:
-    """What a transport reduces by itself: dtypes; those of them with AVG, and with PREMUL_SUM; and whether bitwise."""
+    """The reductions that a transport has: dtypes; those of them with AVG, and with PREMUL_SUM; and whether bitwise."""
 
     dtypes: frozenset[torch.dtype]
     averages: frozenset[torch.dtype]
@@ -57,8 +57,8 @@ class Natives:
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How to reduce what the transport does not know: in `dtype`, by `op`, with work before and after."""
+class Emulation:
+    """A reduction that the transport lacks, by one that it has: in `dtype`, by `op`, with work before and after."""
 
     dtype: torch.dtype
     op: Reduction
@@ -137,10 +137,10 @@ def check_reducible(operation: str, dtype: torch.dtype, op: Reduction, rank: int
         )
 
 
-def recipe_for(
+def emulation_for(
     operation: str, dtype: torch.dtype, op: Reduction, natives: Natives, backend_name: str, rank: int
-) -> Recipe | None:
-    """How to reduce `dtype` by `op`; None: the transport does it as it is.
+) -> Emulation | None:
+    """The emulation of reducing `dtype` by `op`; None where the transport has that reduction.
 
     Raises ShapeError, alike on all ranks, for what cannot be done soundly.
     """
@@ -159,7 +159,7 @@ def recipe_for(
     elif dtype == torch.uint64 and kind not in _ORDERED:
         seen = torch.int64
     elif kind in _EXTREME and dtype.is_floating_point and dtype in natives.dtypes and not natives.keeps_nans:
-        return Recipe(torch.int64 if dtype == torch.float64 else torch.int32, kind, True, is_ordered=True)
+        return Emulation(torch.int64 if dtype == torch.float64 else torch.int32, kind, True, is_ordered=True)
     is_lacking = seen not in natives.dtypes or (kind in _BITWISE and not natives.is_bitwise)
     if is_lacking:
         raise ShapeError(
@@ -169,12 +169,12 @@ def recipe_for(
             rank=rank,
         )
     if kind == ReduceOp.AVG and seen not in natives.averages:
-        return Recipe(seen, ReduceOp.SUM, is_converted, divides=True)
+        return Emulation(seen, ReduceOp.SUM, is_converted, divides=True)
     if kind == ReduceOp.PREMUL_SUM:
         if seen in natives.premultiplies:
-            return None if seen == dtype else Recipe(seen, op)
-        return Recipe(seen, ReduceOp.SUM, factor=reduction_factor(op))
-    return None if seen == dtype else Recipe(seen, kind, is_converted)
+            return None if seen == dtype else Emulation(seen, op)
+        return Emulation(seen, ReduceOp.SUM, factor=reduction_factor(op))
+    return None if seen == dtype else Emulation(seen, kind, is_converted)
 
 
 def _short(dtype: torch.dtype) -> str:

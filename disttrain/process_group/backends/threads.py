@@ -10,7 +10,7 @@ import torch
 from disttrain.errors import BackendError
 from disttrain.process_group._c10d import ReduceOp, Reduction, reduction_factor, reduction_kind
 from disttrain.process_group.backends.base import AnySourceWork, Backend, Membership
-from disttrain.process_group.backends.fabric import Combine, Envelope, Fabric, MeetingWork, Payload, copy_flat
+from disttrain.process_group.backends.fabric import Combine, Envelope, Fabric, FabricWork, Payload, copy_flat
 from disttrain.process_group.backends.reduction import FOLDS, check_reducible
 from disttrain.process_group.work import TransportWork
 
@@ -152,7 +152,7 @@ class ThreadsBackend(Backend):
         """Nothing to let go of: the threads are the caller's."""
 
     def _contribution(self, operation: str, tensor: torch.Tensor, op: Reduction) -> torch.Tensor:
-        """What this rank adds to a reduction."""
+        """This rank's term of a reduction."""
         check_reducible(operation, tensor.dtype, op, self._membership.global_rank)
         return tensor * reduction_factor(op) if reduction_kind(op) == ReduceOp.PREMUL_SUM else tensor
 
@@ -160,18 +160,18 @@ class ThreadsBackend(Backend):
         membership = self._membership
         self._num_collectives += 1
         key: Hashable = (membership.name, self._num_collectives)
-        meeting = self._fabric.join(key, title, membership.size, membership.rank, payload, combine)
-        return MeetingWork(self._fabric, meeting, membership.global_rank, membership.timeout_s)
+        operation = self._fabric.join(key, title, membership.size, membership.rank, payload, combine)
+        return FabricWork(self._fabric, operation, membership.global_rank, membership.timeout_s)
 
     def set_timeout(self, timeout_s: float) -> None:
         self._membership = replace(self._membership, timeout_s=timeout_s)
 
-    def _pass_message(self, envelope: Envelope, dst_rank: int, tag: int) -> MeetingWork:
+    def _pass_message(self, envelope: Envelope, dst_rank: int, tag: int) -> FabricWork:
         membership = self._membership
         source = "any rank" if envelope.source_rank is None else f"group rank {envelope.source_rank}"
         title = f"message from {source} to {dst_rank}, tag {tag}, {_signature(envelope.tensor)}"
-        meeting = self._fabric.exchange((membership.name, dst_rank, tag), title, envelope)
-        return MeetingWork(self._fabric, meeting, membership.global_rank, membership.timeout_s)
+        operation = self._fabric.exchange((membership.name, dst_rank, tag), title, envelope)
+        return FabricWork(self._fabric, operation, membership.global_rank, membership.timeout_s)
 
 
 def _exchange_lists(lists: Sequence[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]) -> None:

@@ -59,7 +59,7 @@ def from_torch(pg: Any = None) -> ProcessGroup:
 
 
 def to_torch(group: object) -> Any:
-    """What torch's own classes take as a group, DDP say: `ProcessGroup.to_torch` of ours, and torch's as they are.
+    """The group as torch's own classes, such as DDP, take it: `ProcessGroup.to_torch` of ours, torch's as they are.
 
     None stays None, which is the default group there too; NON_GROUP_MEMBER becomes torch's.
     """
@@ -77,7 +77,7 @@ def _join() -> World:
     key = f"disttrain/from_torch/{torch_store.add(f'disttrain/from_torch/num_inits/{rank}', 1)}"
     store = beside_torch.open_beside(torch_store, beside_torch.host_of(torch_store), rank, key, timeout_s)
     try:
-        rendezvous.join(PrefixStore("from_torch", store), rendezvous.Place(rank, world_size), timeout_s)
+        rendezvous.join(PrefixStore("from_torch", store), rendezvous.RendezvousInfo(rank, world_size), timeout_s)
         world = World(
             PrefixStore("from_torch", store),
             rank,
@@ -107,14 +107,14 @@ def _check_shared(world: World, pg: Any) -> None:
 def _backend_text(pg: Any) -> str:
     """Those of `pg`'s backends that we can drive, as `cpu:gloo,cuda:nccl`."""
     configured = [part.split(":") for part in torch.distributed.get_backend_config(pg).split(",")]
-    ours = [
+    usable = [
         f"{device}:{name}"
         for device, name in configured
         if name in BACKENDS and issubclass(BACKENDS[name], C10dBackend) and device in BACKENDS[name].devices
     ]
-    if not ours:
+    if not usable:
         raise GroupError("from_torch", f"its backends are {configured}; none is Gloo or NCCL.", "Use one of these.")
-    return ",".join(ours)
+    return ",".join(usable)
 
 
 def _adopt(group: ProcessGroup, pg: Any) -> None:

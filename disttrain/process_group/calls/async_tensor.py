@@ -69,7 +69,7 @@ class AsyncCollectiveTensor(torch.Tensor):
 
     @property
     def settled_inner(self) -> torch.Tensor:
-        """What a compiled function takes in its place."""
+        """The plain tensor, which a compiled function takes in place of this one; waits for it."""
         return self.wait()
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:

@@ -1,4 +1,4 @@
-"""What every collective asks of its arguments before anything is sent."""
+"""Checks of the arguments of collectives, before anything is sent."""
 
 from __future__ import annotations
 
@@ -92,12 +92,12 @@ def check_list(
     tensors: Sequence[torch.Tensor],
     like: torch.Tensor,
     *,
-    like_place: int | None = None,
+    like_index: int | None = None,
     has_one_size: bool = False,
 ) -> None:
     """Raise ShapeError unless `tensors` has one tensor per rank, contiguous, of the dtype and device of `like`.
 
-    The one at `like_place` has the size of `like` too; with `has_one_size`, all have.
+    The one at `like_index` has the size of `like` too; with `has_one_size`, all have.
     """
     check_is_list(name, tensors)
     if len(tensors) != group.group_size:
@@ -118,12 +118,12 @@ def check_list(
         for tensor in tensors:
             check_alike(operation, group, tensor, like)
     shape = like.shape
-    for place in range(num) if has_one_size else () if like_place is None else (like_place,):
-        tensor = tensors[place]
+    for index in range(num) if has_one_size else () if like_index is None else (like_index,):
+        tensor = tensors[index]
         if tensor.shape != shape and tensor.numel() != like.numel():
             raise ShapeError(
                 operation,
-                f"{name}[{place}] has shape {tuple(tensor.shape)}, this rank's own tensor {tuple(like.shape)}; "
+                f"{name}[{index}] has shape {tuple(tensor.shape)}, this rank's own tensor {tuple(like.shape)}; "
                 "they must have the same number of elements.",
                 "Allocate what each rank contributes.",
                 rank=group.world.rank,
@@ -133,7 +133,7 @@ def check_list(
 def row_counts(
     operation: str, group: ProcessGroup, name: str, shape: torch.Size, sizes: Sequence[int] | None
 ) -> list[int]:
-    """How many rows of dim 0 each rank gets: `sizes`, or equal parts. Raises ShapeError when they don't add up."""
+    """The number of rows of dim 0 for each rank: `sizes`, or equal parts. Raises ShapeError when they don't add up."""
     num_rows = shape[0] if shape else 0
     if not sizes:
         if num_rows % group.group_size or not shape:

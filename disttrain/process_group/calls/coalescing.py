@@ -17,7 +17,7 @@ from disttrain.process_group.work import Work
 
 
 class Coalesced:
-    """What `coalescing_manager` gives: `works`, one per operation, once the block has ended."""
+    """The result of `coalescing_manager`: `works`, one per operation, once the block has ended."""
 
     # Not a generator: that takes longer than what goes on in the block.
 

@@ -37,7 +37,7 @@ def all_gather(
 
         return in_place.all_gather(tensor_list, tensor, group, async_op)
     try:
-        check_list("all_gather", group, "tensor_list", tensor_list, tensor, like_place=group.group_rank)
+        check_list("all_gather", group, "tensor_list", tensor_list, tensor, like_index=group.group_rank)
         run = group.backend_of("all_gather", tensor).all_gather
     except Exception as error:
         group.refuse("all_gather", error)
@@ -118,7 +118,7 @@ def reduce_scatter(
     """
     group = resolve_group("reduce_scatter", group)
     try:
-        check_list("reduce_scatter", group, "input_list", input_list, output, like_place=group.group_rank)
+        check_list("reduce_scatter", group, "input_list", input_list, output, like_index=group.group_rank)
         run = group.backend_of("reduce_scatter", output).reduce_scatter
         arguments, how = (output, input_list, op, async_op), reduction_name(op)
     except Exception as error:
@@ -201,12 +201,12 @@ def _check_rows(
     group: ProcessGroup, shape: torch.Size, rows: Sequence[int], input_shape: torch.Size, input_rows: Sequence[int]
 ) -> None:
     """Raise ShapeError unless what this rank sends to itself in all_to_all_single is what it expects."""
-    own = group.group_rank
-    if shape[1:] != input_shape[1:] or rows[own] != input_rows[own]:
+    rank = group.group_rank
+    if shape[1:] != input_shape[1:] or rows[rank] != input_rows[rank]:
         raise ShapeError(
             "all_to_all_single",
-            f"output of shape {tuple(shape)} takes {rows[own]} rows from this rank, input of shape "
-            f"{tuple(input_shape)} gives {input_rows[own]}; rows must be alike in number and size.",
+            f"output of shape {tuple(shape)} takes {rows[rank]} rows from this rank, input of shape "
+            f"{tuple(input_shape)} gives {input_rows[rank]}; rows must be alike in number and size.",
             "Give split sizes and shapes that fit.",
             rank=group.world.rank,
         )
@@ -217,14 +217,14 @@ def _list_at_root(
     group: ProcessGroup,
     name: str,
     tensors: Sequence[torch.Tensor] | None,
-    own: torch.Tensor,
+    like: torch.Tensor,
     root: int,
 ) -> Sequence[torch.Tensor]:
     """The root's list, checked; nothing elsewhere."""
     if tensors is not None:
         check_is_list(name, tensors)
     if group.group_rank == root:
-        check_list(operation, group, name, tensors or (), own, has_one_size=True)
+        check_list(operation, group, name, tensors or (), like, has_one_size=True)
         assert tensors is not None
         return tensors
     if tensors:
@@ -234,7 +234,7 @@ def _list_at_root(
             f"Give {name} at the root alone.",
             rank=group.world.rank,
         )
-    check_alike(operation, group, own, own)
+    check_alike(operation, group, like, like)
     return ()
 
 

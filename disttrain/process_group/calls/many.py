@@ -123,9 +123,9 @@ def all_gather_coalesced(
                 "Give a list for each rank, with a tensor for each input.",
                 rank=group.world.rank,
             )
-        for place, input_ in enumerate(input_tensor_list):
-            parts = [tensors[place] for tensors in output_tensor_lists]
-            check_list(name, group, "output_tensor_lists", parts, input_, like_place=group.group_rank)
+        for index, input_ in enumerate(input_tensor_list):
+            parts = [tensors[index] for tensors in output_tensor_lists]
+            check_list(name, group, "output_tensor_lists", parts, input_, like_index=group.group_rank)
         backend = group.backend_of(name, input_tensor_list[0])
     except Exception as error:
         group.refuse(name, error)

@@ -58,7 +58,7 @@ def _sign_and_wait(group: ProcessGroup, timeout_s: float, names_all: bool) -> Co
 
 
 def _in_torchs_words(group: ProcessGroup, absent: list[int], timeout_s: float) -> str:
-    """What scripts look for in torch's errors: there the first rank waits, and the others for its answer."""
+    """The problem in the words of torch's errors, where the first rank waits for all, and the others for its answer."""
     rank, first = group.world.rank, group.ranks[0]
     if rank != first:
         return (

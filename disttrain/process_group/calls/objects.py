@@ -74,9 +74,9 @@ def gather_object(
     sizes = torch.empty(group.group_size, dtype=torch.int64, device=device)
     all_gather_into_tensor(sizes, torch.tensor([len(packed)], device=device), group)
     counts = sizes.tolist()
-    mine = _padded(packed, max(counts), device)
-    parts = [torch.empty_like(mine) for _ in counts] if is_root else None
-    gather(mine, parts, group=group, group_dst=dst_rank)
+    padded = _padded(packed, max(counts), device)
+    parts = [torch.empty_like(padded) for _ in counts] if is_root else None
+    gather(padded, parts, group=group, group_dst=dst_rank)
     if parts is not None:
         assert object_gather_list is not None
         cut = [part[:size] for part, size in zip(parts, counts, strict=True)]
@@ -143,10 +143,10 @@ def scatter_object_list(
         sizes.copy_(torch.tensor([len(data) for data in packed]))
     broadcast(sizes, group=group, group_src=src_rank)
     counts = sizes.tolist()
-    mine = torch.empty(max(counts), dtype=torch.uint8, device=device)
+    received = torch.empty(max(counts), dtype=torch.uint8, device=device)
     parts = [_padded(data, max(counts), device) for data in packed] or None
-    scatter(mine, parts, group=group, group_src=src_rank)
-    (value,) = _restored("scatter_object_list", group, [mine[: counts[group.group_rank]]], [src_rank])
+    scatter(received, parts, group=group, group_src=src_rank)
+    (value,) = _restored("scatter_object_list", group, [received[: counts[group.group_rank]]], [src_rank])
     for data in packed:
         _raise_own("scatter_object_list", group, data)
     scatter_object_output_list[0] = value
@@ -205,7 +205,7 @@ def recv_object_list(
 
 @contextmanager
 def _before(group: ProcessGroup, operation: str, begins_with: str) -> Iterator[None]:
-    """What is done before the first collective of `operation`: if it fails, the others must not wait for us there."""
+    """Tells the other ranks if the block fails: this one does not come to the first collective of `operation`."""
     try:
         yield
     except Exception as error:
@@ -214,7 +214,7 @@ def _before(group: ProcessGroup, operation: str, begins_with: str) -> Iterator[N
 
 
 def _device(group: ProcessGroup) -> torch.device:
-    """Where packed values travel: they are made on the CPU."""
+    """The device of packed values on their way: the CPU, on which they are made, if the group serves it."""
     return torch.device("cpu") if group.serves("cpu") else group.barrier_device
 
 

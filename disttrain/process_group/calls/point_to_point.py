@@ -191,7 +191,7 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
 
 
 def _answer(operation: str, group: ProcessGroup, error: Exception) -> Exception:
-    """What an error of Python's means where tensor and peer are looked at."""
+    """Translates Python's error for a tensor or a peer of the wrong kind into ours."""
     remedy = "Give a tensor, and its other end's rank as a number."
     return answer_to(operation, error, group.world.rank, remedy) or error
 
@@ -199,7 +199,7 @@ def _answer(operation: str, group: ProcessGroup, error: Exception) -> Exception:
 def _receiving(
     group: ProcessGroup, tensor: torch.Tensor, rank: int | None, group_rank: int | None
 ) -> tuple[Callable[[torch.Tensor, Any, int], TransportWork], torch.Tensor, int | None]:
-    """What receives, what into, and the sender's rank in the group, if one is named: once all that is checked."""
+    """The backend's call, the tensor to receive into, and the sender's group rank, if one is named; all are checked."""
     if rank is None and group_rank is None:
         check_contiguous("recv", group, "tensor", tensor)
         recv_any = group.backend_of("recv", tensor).recv_any

@@ -19,8 +19,8 @@ from disttrain.process_group.functional.order import start
 _PLAIN = (torch.Tensor, torch.nn.Parameter, AsyncCollectiveTensor)
 
 
-class Place(NamedTuple):
-    """A group as a graph can hold it, and this process in it."""
+class GroupInfo(NamedTuple):
+    """A group's name and size, which a graph can hold, and this process's ranks."""
 
     group_name: str
     group_size: int
@@ -28,34 +28,34 @@ class Place(NamedTuple):
     global_rank: int
 
 
-def all_reduce(input: torch.Tensor, op: str, place: Place) -> torch.Tensor:
-    return _applied(_AllReduce, input, op, place) if _needs_gradient(input) else _all_reduce(input, op, place)
+def all_reduce(input: torch.Tensor, op: str, info: GroupInfo) -> torch.Tensor:
+    return _applied(_AllReduce, input, op, info) if _needs_gradient(input) else _all_reduce(input, op, info)
 
 
-def broadcast(input: torch.Tensor, src: int, place: Place) -> torch.Tensor:
-    return _applied(_Broadcast, input, src, place) if _needs_gradient(input) else _broadcast(input, src, place)
+def broadcast(input: torch.Tensor, src: int, info: GroupInfo) -> torch.Tensor:
+    return _applied(_Broadcast, input, src, info) if _needs_gradient(input) else _broadcast(input, src, info)
 
 
-def all_gather(input: torch.Tensor, place: Place) -> torch.Tensor:
-    return _applied(_AllGather, input, place) if _needs_gradient(input) else _all_gather(input, place)
+def all_gather(input: torch.Tensor, info: GroupInfo) -> torch.Tensor:
+    return _applied(_AllGather, input, info) if _needs_gradient(input) else _all_gather(input, info)
 
 
-def reduce_scatter(input: torch.Tensor, op: str, place: Place) -> torch.Tensor:
-    return _applied(_ReduceScatter, input, op, place) if _needs_gradient(input) else _reduce_scatter(input, op, place)
+def reduce_scatter(input: torch.Tensor, op: str, info: GroupInfo) -> torch.Tensor:
+    return _applied(_ReduceScatter, input, op, info) if _needs_gradient(input) else _reduce_scatter(input, op, info)
 
 
-def all_to_all(input: torch.Tensor, received: Sequence[int], sent: Sequence[int], place: Place) -> torch.Tensor:
+def all_to_all(input: torch.Tensor, received: Sequence[int], sent: Sequence[int], info: GroupInfo) -> torch.Tensor:
     """`received` and `sent` are rows of dim 0, one number per rank."""
     if _needs_gradient(input):
-        return _applied(_AllToAll, input, received, sent, place)
-    return _all_to_all(input, received, sent, place)
+        return _applied(_AllToAll, input, received, sent, info)
+    return _all_to_all(input, received, sent, info)
 
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, op: str, place: Place) -> torch.Tensor:
-        output = _all_reduce(input, op, place)
-        ctx.op, ctx.place = op, place
+    def forward(ctx: Any, input: torch.Tensor, op: str, info: GroupInfo) -> torch.Tensor:
+        output = _all_reduce(input, op, info)
+        ctx.op, ctx.info = op, info
         if op not in _LINEAR:
             ctx.save_for_backward(input, output)
         return output
@@ -63,85 +63,85 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         if ctx.op in _LINEAR:
-            return wait(all_reduce(grad, ctx.op, ctx.place)), None, None
-        total = all_reduce(grad, "sum", ctx.place)
-        given, output = ctx.saved_tensors
-        return _through_reduction(given, output, total, ctx.op, ctx.place), None, None
+            return wait(all_reduce(grad, ctx.op, ctx.info)), None, None
+        total = all_reduce(grad, "sum", ctx.info)
+        values, output = ctx.saved_tensors
+        return _through_reduction(values, output, total, ctx.op, ctx.info), None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, op: str, place: Place) -> torch.Tensor:
-        output = _reduce_scatter(input, op, place)
-        ctx.op, ctx.place = op, place
+    def forward(ctx: Any, input: torch.Tensor, op: str, info: GroupInfo) -> torch.Tensor:
+        output = _reduce_scatter(input, op, info)
+        ctx.op, ctx.info = op, info
         if op not in _LINEAR:
             ctx.save_for_backward(input, output)
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        total = all_gather(grad, ctx.place)
+        total = all_gather(grad, ctx.info)
         if ctx.op == "sum":
             return wait(total), None, None
         if ctx.op == "avg":
-            return total / ctx.place.group_size, None, None
-        given, part = ctx.saved_tensors
-        return _through_reduction(given, all_gather(part, ctx.place), total, ctx.op, ctx.place), None, None
+            return total / ctx.info.group_size, None, None
+        values, part = ctx.saved_tensors
+        return _through_reduction(values, all_gather(part, ctx.info), total, ctx.op, ctx.info), None, None
 
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, place: Place) -> torch.Tensor:
-        ctx.place = place
-        return _all_gather(input, place)
+    def forward(ctx: Any, input: torch.Tensor, info: GroupInfo) -> torch.Tensor:
+        ctx.info = info
+        return _all_gather(input, info)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return wait(reduce_scatter(grad, "sum", ctx.place)), None
+        return wait(reduce_scatter(grad, "sum", ctx.info)), None
 
 
 class _Broadcast(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, src: int, place: Place) -> torch.Tensor:
-        ctx.src, ctx.place = src, place
-        return _broadcast(input, src, place)
+    def forward(ctx: Any, input: torch.Tensor, src: int, info: GroupInfo) -> torch.Tensor:
+        ctx.src, ctx.info = src, info
+        return _broadcast(input, src, info)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        total = wait(all_reduce(grad, "sum", ctx.place))
+        total = wait(all_reduce(grad, "sum", ctx.info))
         # Graphs must be alike on all ranks: a compiler that sees no use of the result would leave the collective out.
-        is_source = torch.full((), ctx.place.group_rank == ctx.src, dtype=torch.bool, device=total.device)
+        is_source = torch.full((), ctx.info.group_rank == ctx.src, dtype=torch.bool, device=total.device)
         return torch.where(is_source, total, torch.zeros_like(total)), None, None
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, input: torch.Tensor, received: Sequence[int], sent: Sequence[int], place: Place
+        ctx: Any, input: torch.Tensor, received: Sequence[int], sent: Sequence[int], info: GroupInfo
     ) -> torch.Tensor:
-        ctx.received, ctx.sent, ctx.place = received, sent, place
-        return _all_to_all(input, received, sent, place)
+        ctx.received, ctx.sent, ctx.info = received, sent, info
+        return _all_to_all(input, received, sent, info)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return wait(all_to_all(grad, ctx.sent, ctx.received, ctx.place)), None, None, None
+        return wait(all_to_all(grad, ctx.sent, ctx.received, ctx.info)), None, None, None
 
 
 _LINEAR = ("sum", "avg")
 
 
 def _through_reduction(
-    input: torch.Tensor, output: torch.Tensor, total: torch.Tensor, op: str, place: Place
+    input: torch.Tensor, output: torch.Tensor, total: torch.Tensor, op: str, info: GroupInfo
 ) -> torch.Tensor:
     """The gradient of a reduction that is not linear; `total` is the sum of all ranks' gradients of `output`."""
     if op == "product":
         # Dividing the product by the input would fail at zeros: multiply what the others hold instead.
-        factors = all_gather(input.unsqueeze(0), place)
-        is_own = torch.arange(place.group_size, device=input.device) == place.group_rank
+        factors = all_gather(input.unsqueeze(0), info)
+        is_own = torch.arange(info.group_size, device=input.device) == info.group_rank
         others = torch.where(is_own.view(-1, *[1] * input.dim()), torch.ones_like(input), factors).prod(0)
         return total * others.conj()
     is_chosen = (input == output).to(total.dtype)
-    return total * is_chosen / all_reduce(is_chosen, "sum", place)
+    return total * is_chosen / all_reduce(is_chosen, "sum", info)
 
 
 def wait(tensor: torch.Tensor) -> torch.Tensor:
@@ -174,36 +174,36 @@ def _finish(input: torch.Tensor, handle: torch.Tensor, size: Sequence[int]) -> t
     return result
 
 
-def _all_reduce(input: torch.Tensor, op: str, place: Place) -> torch.Tensor:
+def _all_reduce(input: torch.Tensor, op: str, info: GroupInfo) -> torch.Tensor:
     if _is_recorded(input):
-        return _finish(input, start(torch.ops.disttrain.all_reduce, input, op, place.group_name), input.shape)
-    return AsyncCollectiveTensor(*ops.start_all_reduce(input, op, place.group_name))
+        return _finish(input, start(torch.ops.disttrain.all_reduce, input, op, info.group_name), input.shape)
+    return AsyncCollectiveTensor(*ops.start_all_reduce(input, op, info.group_name))
 
 
-def _broadcast(input: torch.Tensor, src: int, place: Place) -> torch.Tensor:
+def _broadcast(input: torch.Tensor, src: int, info: GroupInfo) -> torch.Tensor:
     if _is_recorded(input):
-        return _finish(input, start(torch.ops.disttrain.broadcast, input, src, place.group_name), input.shape)
-    return AsyncCollectiveTensor(*ops.start_broadcast(input, src, place.group_name))
+        return _finish(input, start(torch.ops.disttrain.broadcast, input, src, info.group_name), input.shape)
+    return AsyncCollectiveTensor(*ops.start_broadcast(input, src, info.group_name))
 
 
-def _all_gather(input: torch.Tensor, place: Place) -> torch.Tensor:
+def _all_gather(input: torch.Tensor, info: GroupInfo) -> torch.Tensor:
     if _is_recorded(input):
-        size = (input.shape[0] * place.group_size, *input.shape[1:])
-        return _finish(input, start(torch.ops.disttrain.all_gather_into_tensor, input, place.group_name), size)
-    return AsyncCollectiveTensor(*ops.start_all_gather(input, place.group_name))
+        size = (input.shape[0] * info.group_size, *input.shape[1:])
+        return _finish(input, start(torch.ops.disttrain.all_gather_into_tensor, input, info.group_name), size)
+    return AsyncCollectiveTensor(*ops.start_all_gather(input, info.group_name))
 
 
-def _reduce_scatter(input: torch.Tensor, op: str, place: Place) -> torch.Tensor:
+def _reduce_scatter(input: torch.Tensor, op: str, info: GroupInfo) -> torch.Tensor:
     if _is_recorded(input):
-        size = (input.shape[0] // place.group_size, *input.shape[1:])
-        return _finish(input, start(torch.ops.disttrain.reduce_scatter_tensor, input, op, place.group_name), size)
-    return AsyncCollectiveTensor(*ops.start_reduce_scatter(input, op, place.group_name))
+        size = (input.shape[0] // info.group_size, *input.shape[1:])
+        return _finish(input, start(torch.ops.disttrain.reduce_scatter_tensor, input, op, info.group_name), size)
+    return AsyncCollectiveTensor(*ops.start_reduce_scatter(input, op, info.group_name))
 
 
-def _all_to_all(input: torch.Tensor, received: Sequence[int], sent: Sequence[int], place: Place) -> torch.Tensor:
+def _all_to_all(input: torch.Tensor, received: Sequence[int], sent: Sequence[int], info: GroupInfo) -> torch.Tensor:
     if _is_recorded(input):
         size = (sum(received), *input.shape[1:])
         return _finish(
-            input, start(torch.ops.disttrain.all_to_all_single, input, received, sent, place.group_name), size
+            input, start(torch.ops.disttrain.all_to_all_single, input, received, sent, info.group_name), size
         )
-    return AsyncCollectiveTensor(*ops.start_all_to_all(input, received, sent, place.group_name))
+    return AsyncCollectiveTensor(*ops.start_all_to_all(input, received, sent, info.group_name))

@@ -18,14 +18,14 @@ from disttrain.errors import GroupError, ShapeError
 from disttrain.process_group._c10d import Reduction
 from disttrain.process_group.current import current_world, resolve_group
 from disttrain.process_group.functional import autograd
-from disttrain.process_group.functional.autograd import Place
+from disttrain.process_group.functional.autograd import GroupInfo
 from disttrain.process_group.functional.ops import REDUCE_OPS
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.world import NonGroupMember
 
 
 class Mesh(Protocol):
-    """What has a process group per axis, such as a DeviceMesh."""
+    """A mesh with a process group per axis, such as a DeviceMesh."""
 
     def get_group(self, mesh_dim: int | str | None = None) -> ProcessGroup: ...
 
@@ -42,9 +42,9 @@ def all_reduce(self: torch.Tensor, reduceOp: str | Reduction, group: Group = Non
     Gradient: for sum, avg, min, max (shared among equal values) and product.
     Collective: every rank of the group, in the same order, and again in backward.
     """
-    place = _place("all_reduce", group)
-    op = _op_name("all_reduce", reduceOp, place)
-    return autograd.all_reduce(self, op, place)
+    info = _group_info("all_reduce", group)
+    op = _op_name("all_reduce", reduceOp, info)
+    return autograd.all_reduce(self, op, info)
 
 
 def broadcast(self: torch.Tensor, src: int, group: Group = None, tag: str = "") -> torch.Tensor:
@@ -54,15 +54,15 @@ def broadcast(self: torch.Tensor, src: int, group: Group = None, tag: str = "") 
     Gradient: at the source, the sum of all ranks' gradients; zero elsewhere.
     Collective: every rank of the group, in the same order, and again in backward.
     """
-    place = _place("broadcast", group)
-    if not 0 <= src < place.group_size:
+    info = _group_info("broadcast", group)
+    if not 0 <= src < info.group_size:
         raise GroupError(
             "broadcast",
-            f"group rank {src} is out of range for a group of size {place.group_size}.",
-            f"Give 0 to {place.group_size - 1}.",
-            rank=place.global_rank,
+            f"group rank {src} is out of range for a group of size {info.group_size}.",
+            f"Give 0 to {info.group_size - 1}.",
+            rank=info.global_rank,
         )
-    return autograd.broadcast(self, src, place)
+    return autograd.broadcast(self, src, info)
 
 
 def all_gather_tensor(self: torch.Tensor, gather_dim: int, group: Group = None, tag: str = "") -> torch.Tensor:
@@ -73,11 +73,11 @@ def all_gather_tensor(self: torch.Tensor, gather_dim: int, group: Group = None, 
     Gradient: each rank gets the sum of its part of all ranks' gradients.
     Collective: every rank of the group, in the same order, and again in backward.
     """
-    place = _place("all_gather_tensor", group)
-    dim = _checked_dim("all_gather_tensor", self, gather_dim, place)
+    info = _group_info("all_gather_tensor", group)
+    dim = _checked_dim("all_gather_tensor", self, gather_dim, info)
     if dim == 0:
-        return autograd.all_gather(self, place)
-    gathered = autograd.wait(autograd.all_gather(self.movedim(dim, 0), place))
+        return autograd.all_gather(self, info)
+    gathered = autograd.wait(autograd.all_gather(self.movedim(dim, 0), info))
     return gathered.movedim(0, dim).contiguous()
 
 
@@ -92,19 +92,19 @@ def reduce_scatter_tensor(
     Gradient: as all_reduce.
     Collective: every rank of the group, in the same order, and again in backward.
     """
-    place = _place("reduce_scatter_tensor", group)
-    op = _op_name("reduce_scatter_tensor", reduceOp, place)
-    dim = _checked_dim("reduce_scatter_tensor", self, scatter_dim, place)
-    if self.shape[dim] % place.group_size:
+    info = _group_info("reduce_scatter_tensor", group)
+    op = _op_name("reduce_scatter_tensor", reduceOp, info)
+    dim = _checked_dim("reduce_scatter_tensor", self, scatter_dim, info)
+    if self.shape[dim] % info.group_size:
         raise ShapeError(
             "reduce_scatter_tensor",
-            f"dim {dim} has size {self.shape[dim]}, the group {place.group_size} ranks; it must divide evenly.",
+            f"dim {dim} has size {self.shape[dim]}, the group {info.group_size} ranks; it must divide evenly.",
             "Pad the dim to a multiple.",
-            rank=place.global_rank,
+            rank=info.global_rank,
         )
     if dim == 0:
-        return autograd.reduce_scatter(self, op, place)
-    part = autograd.wait(autograd.reduce_scatter(self.movedim(dim, 0), op, place))
+        return autograd.reduce_scatter(self, op, info)
+    part = autograd.wait(autograd.reduce_scatter(self.movedim(dim, 0), op, info))
     return part.movedim(0, dim).contiguous()
 
 
@@ -124,39 +124,39 @@ def all_to_all_single(
     Gradient: goes back the way the rows came.
     Collective: every rank of the group, in the same order, and again in backward.
     """
-    place = _place("all_to_all_single", group)
-    _checked_dim("all_to_all_single", self, 0, place)
-    sent = _splits(self.shape[0], input_split_sizes, place)
-    received = _splits(self.shape[0], output_split_sizes, place)
-    if len(sent) != place.group_size or len(received) != place.group_size or sum(sent) != self.shape[0]:
+    info = _group_info("all_to_all_single", group)
+    _checked_dim("all_to_all_single", self, 0, info)
+    sent = _splits(self.shape[0], input_split_sizes, info)
+    received = _splits(self.shape[0], output_split_sizes, info)
+    if len(sent) != info.group_size or len(received) != info.group_size or sum(sent) != self.shape[0]:
         raise ShapeError(
             "all_to_all_single",
             f"input_split_sizes {list(sent)} and output_split_sizes {list(received)} are given for a tensor of "
-            f"{self.shape[0]} rows and {place.group_size} ranks.",
+            f"{self.shape[0]} rows and {info.group_size} ranks.",
             "Give one number per rank; the input's add up to its rows.",
-            rank=place.global_rank,
+            rank=info.global_rank,
         )
-    return autograd.all_to_all(self, received, sent, place)
+    return autograd.all_to_all(self, received, sent, info)
 
 
 def permute_tensor(self: torch.Tensor, src_dst: Sequence[int], group: Group = None, tag: str = "") -> torch.Tensor:
-    """What this rank gets when group rank r sends its tensor to group rank `src_dst[r]`.
+    """The tensor that this rank receives when group rank r sends its own to group rank `src_dst[r]`.
 
     Args:    self  alike in shape and dtype on all ranks;  src_dst  a permutation, the same on all ranks.
     Raises:  ShapeError when src_dst is not a permutation of the group's ranks.
     Gradient, collective: as all_to_all_single.
     """
-    place = _place("permute_tensor", group)
-    if sorted(src_dst) != list(range(place.group_size)):
+    info = _group_info("permute_tensor", group)
+    if sorted(src_dst) != list(range(info.group_size)):
         raise ShapeError(
             "permute_tensor",
-            f"src_dst={list(src_dst)} is not a permutation of the ranks 0 to {place.group_size - 1}.",
+            f"src_dst={list(src_dst)} is not a permutation of the ranks 0 to {info.group_size - 1}.",
             "Name each group rank once.",
-            rank=place.global_rank,
+            rank=info.global_rank,
         )
     numel = self.numel()
-    received = [numel if target == place.group_rank else 0 for target in src_dst]
-    sent = [numel if rank == src_dst[place.group_rank] else 0 for rank in range(place.group_size)]
+    received = [numel if target == info.group_rank else 0 for target in src_dst]
+    sent = [numel if rank == src_dst[info.group_rank] else 0 for rank in range(info.group_size)]
     return all_to_all_single(self.reshape(-1), received, sent, group).view(self.shape)
 
 
@@ -165,7 +165,7 @@ def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return autograd.wait(tensor)
 
 
-def _place(operation: str, group: Group) -> Place:
+def _group_info(operation: str, group: Group) -> GroupInfo:
     if isinstance(group, tuple):
         group = group_of(*group)
     elif group is not None and not isinstance(group, ProcessGroup | NonGroupMember | str):
@@ -173,7 +173,7 @@ def _place(operation: str, group: Group) -> Place:
     elif isinstance(group, str):
         group = current_world(operation).find_group(operation, group)
     group = resolve_group(operation, group)
-    return Place(group.group_name, group.group_size, group.group_rank, group.world.rank)
+    return GroupInfo(group.group_name, group.group_size, group.group_rank, group.world.rank)
 
 
 def group_of(mesh: Mesh, axis: int | str | None = None) -> ProcessGroup:
@@ -186,40 +186,40 @@ def group_of(mesh: Mesh, axis: int | str | None = None) -> ProcessGroup:
 group_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _op_name(operation: str, op: str | Reduction, place: Place) -> str:
+def _op_name(operation: str, op: str | Reduction, info: GroupInfo) -> str:
     if isinstance(op, str):
         name = op.lower()
         if name in REDUCE_OPS:
             return name
     else:
-        for name, known in REDUCE_OPS.items():
-            if op == known:
+        for name, reduction in REDUCE_OPS.items():
+            if op == reduction:
                 return name
     raise ShapeError(
-        operation, f"there is no reduction {op!r}.", f"Known are {', '.join(REDUCE_OPS)}.", rank=place.global_rank
+        operation, f"there is no reduction {op!r}.", f"Known are {', '.join(REDUCE_OPS)}.", rank=info.global_rank
     )
 
 
-def _checked_dim(operation: str, tensor: torch.Tensor, dim: int, place: Place) -> int:
+def _checked_dim(operation: str, tensor: torch.Tensor, dim: int, info: GroupInfo) -> int:
     """`dim` counted from the front."""
     if not -tensor.dim() <= dim < tensor.dim():
         raise ShapeError(
             operation,
             f"a tensor of shape {tuple(tensor.shape)} has no dim {dim}.",
             "Reshape it first; a single value to (1,).",
-            rank=place.global_rank,
+            rank=info.global_rank,
         )
     return dim % tensor.dim()
 
 
-def _splits(num_rows: int, splits: Sequence[int] | None, place: Place) -> list[int]:
+def _splits(num_rows: int, splits: Sequence[int] | None, info: GroupInfo) -> list[int]:
     if splits is not None:
         return list(splits)
-    if num_rows % place.group_size:
+    if num_rows % info.group_size:
         raise ShapeError(
             "all_to_all_single",
-            f"{num_rows} rows don't divide evenly among {place.group_size} ranks.",
+            f"{num_rows} rows don't divide evenly among {info.group_size} ranks.",
             "Give output_split_sizes and input_split_sizes.",
-            rank=place.global_rank,
+            rank=info.global_rank,
         )
-    return [num_rows // place.group_size] * place.group_size
+    return [num_rows // info.group_size] * info.group_size

@@ -1,1 +1,1 @@
-"""How ranks find each other, and groups connect."""
+"""The rendezvous of a job's ranks, and the connecting of groups."""

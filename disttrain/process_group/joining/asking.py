@@ -13,11 +13,11 @@ def ask_to_connect(group: GroupLike, device_type: str) -> None:
     """Have the other members connect `group` for tensors on `device_type`. The first that asks speaks for all."""
     witness = group.world.witness
     if witness is not None:
-        asked = {
+        request = {
             "connect": group.group_name,
             "ranks": group.ranks,
             "backend": group.backend_name,
             "timeout_s": group.timeout_s,
             "device_type": device_type,
         }
-        witness.tell(json.dumps(asked).encode(), f"connect/{group.group_name}/{device_type}")
+        witness.tell(json.dumps(request).encode(), f"connect/{group.group_name}/{device_type}")

@@ -1,4 +1,4 @@
-"""Meeting where torch's own store is there already: under torchrun, or in a job of torch.distributed.
+"""Rendezvous by a store of torch's that is there already: under torchrun, or in a job of torch.distributed.
 
 Rank 0 starts our store on a free port and leaves its address, with a token made for it, in torch's store. torch's store
 need not be on rank 0's node, so rank 0 says where it is itself.
@@ -41,7 +41,7 @@ def open_under_torchrun(host: str, port: int, rank: int, name: str, timeout_s: f
 
 
 def open_beside(torch_store: Any, host: str, rank: int, key: str, timeout_s: float) -> TCPStore:
-    """Our store, whose place rank 0 tells the others by `key` in `torch_store`; they all can reach `host`."""
+    """Our store, whose address rank 0 tells the others by `key` in `torch_store`; they all can reach `host`."""
     job_token = None if (token_file := TOKEN_FILE.read()) is None else read_token(token_file)
     if rank == 0:
         # A job's own token is known to all its ranks, and stays unsaid.
@@ -51,14 +51,14 @@ def open_beside(torch_store: Any, host: str, rank: int, key: str, timeout_s: flo
         torch_store.set(key, json.dumps({"host": address, "port": store.port, "token": told_token}))
         return store
     torch_store.wait([key], timedelta(seconds=timeout_s))
-    place = json.loads(torch_store.get(key))
+    endpoint = json.loads(torch_store.get(key))
     # torch's store believes everybody, so what it says must not take the place of a token that we have.
-    token = job_token or place["token"]
-    return TCPStore(place["host"], place["port"], timeout=timeout_s, wait_for_workers=False, token=token)
+    token = job_token or endpoint["token"]
+    return TCPStore(endpoint["host"], endpoint["port"], timeout=timeout_s, wait_for_workers=False, token=token)
 
 
 def host_of(torch_store: Any) -> str:
-    """What all ranks can reach: the server that `torch_store` talks to, else MASTER_ADDR, else this node itself."""
+    """A host that all ranks can reach: that of `torch_store`'s server, else MASTER_ADDR, else this node itself."""
     while hasattr(torch_store, "underlying_store"):
         torch_store = torch_store.underlying_store
     return getattr(torch_store, "host", None) or MASTER_ADDR.read() or "localhost"

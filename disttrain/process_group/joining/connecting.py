@@ -34,14 +34,14 @@ class Connecting:
         self._threads: list[tuple[ProcessGroup, threading.Thread]] = []
         self.lock = threading.Lock()
 
-    def hear(self, asked: dict[str, Any]) -> None:
+    def hear(self, request: dict[str, Any]) -> None:
         """Another rank asks; this one connects beside whatever it does."""
-        if self._world.rank not in asked["ranks"]:
+        if self._world.rank not in request["ranks"]:
             return
-        group = self._group(asked)
-        if group is not None and not group.is_connected(asked["device_type"]):
+        group = self._group(request)
+        if group is not None and not group.is_connected(request["device_type"]):
             thread = threading.Thread(
-                target=group.connect_beside, args=(asked["device_type"],), name=CONNECTING, daemon=True
+                target=group.connect_beside, args=(request["device_type"],), name=CONNECTING, daemon=True
             )
             if not self._threads:
                 # A thread that comes back from C++ while the interpreter is taken down would take the process with it.
@@ -73,16 +73,16 @@ class Connecting:
             group.shutdown(0.0)
         self._in_advance.clear()
 
-    def _group(self, asked: dict[str, Any]) -> ProcessGroup | None:
+    def _group(self, request: dict[str, Any]) -> ProcessGroup | None:
         """The group that is asked for; None where it has been destroyed, or cannot be had."""
-        name = asked["connect"]
+        name = request["connect"]
         with self.lock:
             if name in self._made:
                 group = self._world.group_named(name)
                 return group if isinstance(group, ProcessGroup) else None
             if name not in self._in_advance:
                 with suppress(BackendError):  # a backend that is not there: this rank will say so itself
-                    kinds = choose_backends(asked["backend"])
-                    ranks = tuple(asked["ranks"])
-                    self._in_advance[name] = ProcessGroup(self._world, name, ranks, kinds, asked["timeout_s"], None)
+                    kinds = choose_backends(request["backend"])
+                    ranks = tuple(request["ranks"])
+                    self._in_advance[name] = ProcessGroup(self._world, name, ranks, kinds, request["timeout_s"], None)
             return self._in_advance.get(name)

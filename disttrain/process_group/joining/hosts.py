@@ -1,4 +1,4 @@
-"""On which host each rank is: what a group needs to know before it chooses how to communicate.
+"""The hosts of a group's ranks, by which it chooses how to communicate.
 
 Ranks say so once, in the store, when they join. Two are on one host where the transports take them so: NCCL goes by the
 host's name and boot, or by NCCL_HOSTID where that is set (its documentation, environment variables); and what lives in
@@ -22,7 +22,7 @@ _MAX_ASKED = 64
 
 
 def tell_host(world: WorldLike) -> None:
-    """Leave in the store on which host this rank is."""
+    """Leave the host of this rank in the store."""
     world.store.set(_key(world.rank), _own_host())
     world.tells_host = True
 
@@ -35,9 +35,9 @@ def leaves_host(group: GroupLike) -> bool:
     if group.spans_hosts is None:
         ranks = group.ranks
         step = -(-len(ranks) // _MAX_ASKED)
-        asked = dict.fromkeys((*ranks[::step], ranks[-1]))
+        sampled = dict.fromkeys((*ranks[::step], ranks[-1]))
         is_known = group.world.tells_host and len(ranks) > 1
-        hosts = group.world.store.multi_get([_key(rank) for rank in asked]) if is_known else []
+        hosts = group.world.store.multi_get([_key(rank) for rank in sampled]) if is_known else []
         group.spans_hosts = len(set(hosts)) > 1
     return group.spans_hosts
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from disttrain.durations import seconds
 from disttrain.errors import RendezvousError
-from disttrain.process_group.joining.rendezvous import Place, open_store, place_at
+from disttrain.process_group.joining.rendezvous import RendezvousInfo, open_store, rendezvous_at
 from disttrain.settings import STORE
 from disttrain.store import PrefixStore, Store
 
@@ -25,16 +25,16 @@ def rendezvous(url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) ->
 
     Nobody waits for other ranks. Under a launcher it is the launcher's store, where these keys have a prefix.
     """
-    for name, given in (("rank", rank), ("world_size", world_size)):
-        if given != -1 and f"{name}=" in url.partition("?")[2]:
+    for name, value in (("rank", rank), ("world_size", world_size)):
+        if value != -1 and f"{name}=" in url.partition("?")[2]:
             problem = f"{url!r} has node-specific arguments, and {name} is given beside it."
             raise RendezvousError(_OPERATION, problem, "Say it once.")
-    place = place_at(url, rank, world_size, operation=_OPERATION)
-    is_launchers = url.startswith("env:") and (place.under_torchrun or STORE.read() is not None)
-    return _met(place, seconds(_OPERATION, kwargs.get("timeout", _TIMEOUT)), is_launchers)
+    info = rendezvous_at(url, rank, world_size, operation=_OPERATION)
+    is_launchers = url.startswith("env:") and (info.under_torchrun or STORE.read() is not None)
+    return _met(info, seconds(_OPERATION, kwargs.get("timeout", _TIMEOUT)), is_launchers)
 
 
-def _met(place: Place, timeout_s: float, is_launchers: bool) -> Iterator[tuple[Store, int, int]]:
-    store = open_store(place, _OPERATION, timeout_s, multi_tenant=True)
-    yield PrefixStore(_OPERATION, store) if is_launchers else store, place.rank, place.world_size
+def _met(info: RendezvousInfo, timeout_s: float, is_launchers: bool) -> Iterator[tuple[Store, int, int]]:
+    store = open_store(info, _OPERATION, timeout_s, multi_tenant=True)
+    yield PrefixStore(_OPERATION, store) if is_launchers else store, info.rank, info.world_size
     raise RendezvousError(_OPERATION, "ranks meet once: the iterator has no second store.", "Call it again.")

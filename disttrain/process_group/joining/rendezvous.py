@@ -1,7 +1,7 @@
-"""How the ranks of a job find each other: where the store is, and whether all of them belong together.
+"""Rendezvous of the ranks of a job: finds their store, and checks that all of them belong together.
 
-`find_place` is pure but for the environment. `join` lets no rank wait for one that has failed: the first contradiction
-becomes the verdict that every rank reads.
+`find_rendezvous` is pure but for the environment. `join` lets no rank wait for one that has failed: the first
+contradiction becomes the verdict that every rank reads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OPERATION = "init_process_group"
 
 
 @dataclass(frozen=True)
-class Place:
+class RendezvousInfo:
     """A rank of a job and where its store is. `host` is empty for a store that the caller brought."""
 
     rank: int
@@ -45,50 +45,52 @@ class Place:
     standby: Address | None = None
     """Where the store is if it is not at `host` any more."""
     round: int = 0
-    """Which of those that a launcher started in one store, after one another."""
+    """The number of this start of the job among those that a launcher made in one store."""
 
     @property
     def address(self) -> str:
         return self.path or f"{self.host}:{self.port}"
 
 
-def find_place(
+def find_rendezvous(
     init_method: str | None,
     rank: int,
     world_size: int,
     store: Store | None,
     environ: Mapping[str, str] | None = None,
-) -> Place:
-    """Which rank this is and where to meet, from the arguments of init_process_group and the environment."""
+) -> RendezvousInfo:
+    """This rank and its job's store, from the arguments of init_process_group and the environment."""
     if store is not None:
         if init_method is not None:
             raise RendezvousError(_OPERATION, f"both store and init_method={init_method!r} are given.", "Give one.")
         checked_store(_OPERATION, store)
-        return _checked(Place(rank, world_size))
-    return place_at(init_method or "env://", rank, world_size, environ)
+        return _checked(RendezvousInfo(rank, world_size))
+    return rendezvous_at(init_method or "env://", rank, world_size, environ)
 
 
-def place_at(
+def rendezvous_at(
     url: str, rank: int, world_size: int, environ: Mapping[str, str] | None = None, operation: str = _OPERATION
-) -> Place:
-    """Which rank this is and where to meet, of a URL; what is not given, it may say itself."""
+) -> RendezvousInfo:
+    """This rank and its job's store, from a URL, whose query may name `rank` and `world_size`."""
     method = urlsplit(url)
     query = {key: values[0] for key, values in parse_qs(method.query).items()}
     rank, world_size = (
-        _asked(operation, url, query, "rank", rank),
-        _asked(operation, url, query, "world_size", world_size),
+        _from_query(operation, url, query, "rank", rank),
+        _from_query(operation, url, query, "world_size", world_size),
     )
     if method.scheme == "env":
-        return _place_from_environment(rank, world_size, environ)
+        return _rendezvous_from_environment(rank, world_size, environ)
     if method.scheme == "tcp":
         if method.hostname is None or method.port is None:
             missing = "host name" if method.hostname is None else "port number"
             raise RendezvousError(operation, f"{url!r}: {missing} missing.", "Write tcp://host:port.")
-        return _checked(Place(rank, world_size, method.hostname, method.port, hosts_store=rank == 0), operation)
+        return _checked(
+            RendezvousInfo(rank, world_size, method.hostname, method.port, hosts_store=rank == 0), operation
+        )
     if method.scheme == "file":
         if method.netloc or not method.path.strip("/"):
             raise RendezvousError(operation, f"{url!r}: path missing.", "Write file:///absolute/path, with 3 slashes.")
-        return _checked(Place(rank, world_size, path=method.path), operation)
+        return _checked(RendezvousInfo(rank, world_size, path=method.path), operation)
     raise RendezvousError(
         operation,
         f"{url!r} is unknown. No rendezvous handler is for {method.scheme}://.",
@@ -96,24 +98,24 @@ def place_at(
     )
 
 
-def _asked(operation: str, url: str, query: Mapping[str, str], name: str, given: int) -> int:
-    """What the URL says, where nobody else does."""
+def _from_query(operation: str, url: str, query: Mapping[str, str], name: str, default: int) -> int:
+    """The number that the URL's query gives to `name`, else `default`."""
     text = query.get(name)
     if text is None:
-        return given
+        return default
     if not text.isdigit():
         raise RendezvousError(operation, f"{url!r}: {name} is {text!r}, which is no number.", "Mend the URL.")
     return int(text)
 
 
-def place_alone(rank: int, world_size: int, environ: Mapping[str, str] | None = None) -> Place:
-    """Which rank this is of a job whose other ranks are played: the first, unless somebody says otherwise."""
+def rendezvous_alone(rank: int, world_size: int, environ: Mapping[str, str] | None = None) -> RendezvousInfo:
+    """This rank of a job whose other ranks are played: the first, unless `rank` or RANK says otherwise."""
     named_rank = settings.RANK.read(environ) if rank < 0 else rank
     size = _needed(settings.WORLD_SIZE, environ) if world_size < 0 else world_size
-    return _checked(Place(named_rank or 0, size))
+    return _checked(RendezvousInfo(named_rank or 0, size))
 
 
-def _place_from_environment(rank: int, world_size: int, environ: Mapping[str, str] | None) -> Place:
+def _rendezvous_from_environment(rank: int, world_size: int, environ: Mapping[str, str] | None) -> RendezvousInfo:
     rank = _needed(settings.RANK, environ) if rank < 0 else rank
     world_size = _needed(settings.WORLD_SIZE, environ) if world_size < 0 else world_size
     store_address = settings.STORE.read(environ)
@@ -121,7 +123,7 @@ def _place_from_environment(rank: int, world_size: int, environ: Mapping[str, st
         address, comma, standby = store_address.partition(",")
         host, port = _endpoint(address)
         return _checked(
-            Place(
+            RendezvousInfo(
                 rank,
                 world_size,
                 host,
@@ -132,8 +134,8 @@ def _place_from_environment(rank: int, world_size: int, environ: Mapping[str, st
         )
     host, port_number = _needed(settings.MASTER_ADDR, environ), _needed(settings.MASTER_PORT, environ)
     if settings.TORCHELASTIC_USE_AGENT_STORE.read(environ):
-        return _checked(Place(rank, world_size, host, port_number, under_torchrun=True))
-    return _checked(Place(rank, world_size, host, port_number, hosts_store=rank == 0))
+        return _checked(RendezvousInfo(rank, world_size, host, port_number, under_torchrun=True))
+    return _checked(RendezvousInfo(rank, world_size, host, port_number, hosts_store=rank == 0))
 
 
 def _endpoint(text: str) -> Address:
@@ -156,30 +158,30 @@ def _needed(setting: Setting[T | None], environ: Mapping[str, str] | None) -> T:
     return value
 
 
-def _checked(place: Place, operation: str = _OPERATION) -> Place:
-    if place.world_size < 1 or not 0 <= place.rank < place.world_size:
-        missing = [name for name, value in (("rank", place.rank), ("size", place.world_size)) if value == -1]
+def _checked(info: RendezvousInfo, operation: str = _OPERATION) -> RendezvousInfo:
+    if info.world_size < 1 or not 0 <= info.rank < info.world_size:
+        missing = [name for name, value in (("rank", info.rank), ("size", info.world_size)) if value == -1]
         raise RendezvousError(
             operation,
-            f"rank {place.rank} of world size {place.world_size} cannot be: "
+            f"rank {info.rank} of world size {info.world_size} cannot be: "
             + (f"{missing[0]} parameter missing." if missing else "ranks run from 0 to world_size - 1."),
             "Give both rank and world_size.",
         )
-    return place
+    return info
 
 
-def meet(place: Place, prefix: str, timeout_s: float) -> Store:
+def meet(info: RendezvousInfo, prefix: str, timeout_s: float) -> Store:
     """Connect to the job's store, which rank 0 starts where no launcher did, and `join` under `prefix`."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         left_s = max(deadline_s - time.monotonic(), _LEAST_S)
-        store = open_store(place, prefix, left_s)
+        store = open_store(info, prefix, left_s)
         try:
-            join(PrefixStore(prefix, store), place, left_s)
+            join(PrefixStore(prefix, store), info, left_s)
         except StoreConnectionError:
             store.close()
             # It may have been the store of an earlier world, at the same address, in its last moments.
-            if place.hosts_store or time.monotonic() > deadline_s:
+            if info.hosts_store or time.monotonic() > deadline_s:
                 raise
         except BaseException:
             store.close()
@@ -188,52 +190,52 @@ def meet(place: Place, prefix: str, timeout_s: float) -> Store:
             return store
 
 
-def open_store(place: Place, prefix: str, timeout_s: float, *, multi_tenant: bool = False) -> Store:
-    """Connect to the store at `place`; rank 0 starts it where no launcher did, or joins it (`multi_tenant`)."""
-    if place.path:
-        return FileStore(place.path, place.world_size, timeout_s)
-    if place.under_torchrun:
-        return beside_torch.open_under_torchrun(place.host, place.port, place.rank, prefix, timeout_s)
+def open_store(info: RendezvousInfo, prefix: str, timeout_s: float, *, multi_tenant: bool = False) -> Store:
+    """Connect to the store at `info`; rank 0 starts it where no launcher did, or joins it (`multi_tenant`)."""
+    if info.path:
+        return FileStore(info.path, info.world_size, timeout_s)
+    if info.under_torchrun:
+        return beside_torch.open_under_torchrun(info.host, info.port, info.rank, prefix, timeout_s)
     token_file = settings.TOKEN_FILE.read()
     return TCPStore(
-        place.host,
-        place.port,
-        world_size=place.world_size,
-        is_master=place.hosts_store,
+        info.host,
+        info.port,
+        world_size=info.world_size,
+        is_master=info.hosts_store,
         timeout=timedelta(seconds=timeout_s),
         wait_for_workers=False,
         multi_tenant=multi_tenant,
         token=None if token_file is None else read_token(token_file),
-        standby=place.standby,
+        standby=info.standby,
     )
 
 
-def join(store: Store, place: Place, timeout_s: float) -> None:
+def join(store: Store, info: RendezvousInfo, timeout_s: float) -> None:
     """Return once every rank of the job is here and all agree on its size.
 
     Raises: RendezvousError, on every rank that has come, when two ranks differ in world size or version, when one rank
     is taken twice, or when ranks don't come within `timeout_s`.
     """
-    mine = json.dumps({"world_size": place.world_size, "disttrain": __version__}, sort_keys=True)
-    agreed = store.compare_set("join/terms", "", mine).decode()
-    if agreed != mine:
-        _fail(store, f"rank {place.rank} came with {mine}, others with {agreed}")
-    elif store.add(f"join/rank/{place.rank}", 1) > 1:
-        _fail(store, f"rank {place.rank} was taken twice")
-    elif store.add("join/num_ranks", 1) == place.world_size:
+    terms = json.dumps({"world_size": info.world_size, "disttrain": __version__}, sort_keys=True)
+    agreed = store.compare_set("join/terms", "", terms).decode()
+    if agreed != terms:
+        _fail(store, f"rank {info.rank} came with {terms}, others with {agreed}")
+    elif store.add(f"join/rank/{info.rank}", 1) > 1:
+        _fail(store, f"rank {info.rank} was taken twice")
+    elif store.add("join/num_ranks", 1) == info.world_size:
         store.compare_set("join/verdict", "", "ok")
     try:
         store.wait(["join/verdict"], timeout_s)
     except StoreTimeoutError:
-        absent = [rank for rank in range(place.world_size) if not store.check([f"join/rank/{rank}"])]
-        _fail(store, f"after {timeout_s:g} s ranks {absent} of {place.world_size} had not come")
+        absent = [rank for rank in range(info.world_size) if not store.check([f"join/rank/{rank}"])]
+        _fail(store, f"after {timeout_s:g} s ranks {absent} of {info.world_size} had not come")
     verdict = store.get("join/verdict").decode()
     if verdict != "ok":
         raise RendezvousError(
             _OPERATION,
             f"{verdict}.",
             "Start every rank once, with one world size and version; give each world a store or group name of its own.",
-            rank=place.rank,
+            rank=info.rank,
         )
 
 

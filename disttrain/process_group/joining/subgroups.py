@@ -79,8 +79,8 @@ def _subgroups(
             rank=current_world(operation).rank,
         )
     made = [new_group(ranks, timeout, backend, pg_options, sort_ranks=sort_ranks) for ranks in cuts]
-    own = next((group for group in made if group is not NON_GROUP_MEMBER), NON_GROUP_MEMBER)
-    return own, made
+    joined = next((group for group in made if group is not NON_GROUP_MEMBER), NON_GROUP_MEMBER)
+    return joined, made
 
 
 def split_group(
@@ -97,10 +97,10 @@ def split_group(
     """
     parent = resolve_group("split_group", parent_pg)
     with arguments_of("split_group", parent.world.rank, _LISTS):
-        given = [sorted(cut) for cut in split_ranks or ()]
-        cuts = [[parent.ranks[parent.checked_group_rank("split_group", rank)] for rank in cut] for cut in given]
-    own = _subgroups("split_group", cuts, timeout, backend, pg_options, sort_ranks=False)[0]
-    return own if isinstance(own, ProcessGroup) else None
+        group_cuts = [sorted(cut) for cut in split_ranks or ()]
+        cuts = [[parent.ranks[parent.checked_group_rank("split_group", rank)] for rank in cut] for cut in group_cuts]
+    joined = _subgroups("split_group", cuts, timeout, backend, pg_options, sort_ranks=False)[0]
+    return joined if isinstance(joined, ProcessGroup) else None
 
 
 def abort_process_group(group: ProcessGroup | None = None) -> None:

@@ -96,12 +96,12 @@ class PeerChannels:
             number = self._num_sent[peer] = self._num_sent.get(peer, 0) + 1
             copies = self._copies.get(peer) or self._copies.setdefault(peer, torch.cuda.Stream(self._device))
             copies.wait_stream(torch.cuda.current_stream(self._device))
-            own = self._group.group_rank
+            rank = self._group.group_rank
             if number > self._num_slots:
-                _cuda.wait_for_number(copies, self._address(_CONSUMED, own, peer), number - self._num_slots)
+                _cuda.wait_for_number(copies, self._address(_CONSUMED, rank, peer), number - self._num_slots)
             with torch.cuda.stream(copies):
-                self._slot(own, peer, number, tensor).copy_(tensor, non_blocking=True)
-                _cuda.write_number(copies, self._address(_ARRIVED, own, peer), number)
+                self._slot(rank, peer, number, tensor).copy_(tensor, non_blocking=True)
+                _cuda.write_number(copies, self._address(_ARRIVED, rank, peer), number)
             return _Copied(tensor, _recorded(copies))
 
         return issue_message(self._group, "send", run, tensor, peer)
@@ -139,50 +139,50 @@ class PeerChannels:
     def poison(self) -> torch.cuda.Event:
         """Begin to fill what this rank has received, or will, with what is not a number: the group has ended."""
         stream = torch.cuda.Stream(self._device, priority=-1)
-        own = self._group.group_rank
+        rank = self._group.group_rank
         with torch.cuda.stream(stream):
-            num_bytes = len(self._senders.get(own, ())) * self._num_slots * self.slot_bytes
-            self._memory.of(own, (num_bytes,), torch.uint8, 0).fill_(0xFF)
+            num_bytes = len(self._senders.get(rank, ())) * self._num_slots * self.slot_bytes
+            self._memory.of(rank, (num_bytes,), torch.uint8, 0).fill_(0xFF)
         return _recorded(stream)
 
     def release(self) -> None:
         """Let all go on that wait on this rank's streams."""
-        own = self._group.group_rank
+        rank = self._group.group_rank
         for other in range(self._group.group_size):
-            self._numbers.raise_to_most(self._place(_ARRIVED, other, own))
-            self._numbers.raise_to_most(self._place(_CONSUMED, own, other))
+            self._numbers.raise_to_most(self._index(_ARRIVED, other, rank))
+            self._numbers.raise_to_most(self._index(_CONSUMED, rank, other))
 
     def _slot(self, source: int, target: int, number: int, like: torch.Tensor) -> torch.Tensor:
-        place = self._senders[target].index(source) * self._num_slots + number % self._num_slots
+        index = self._senders[target].index(source) * self._num_slots + number % self._num_slots
         assert like.nbytes <= self.slot_bytes
-        return self._memory.of(target, like.shape, like.dtype, place * self.slot_bytes)
+        return self._memory.of(target, like.shape, like.dtype, index * self.slot_bytes)
 
-    def _place(self, kind: int, source: int, target: int) -> int:
+    def _index(self, kind: int, source: int, target: int) -> int:
         return (source * self._group.group_size + target) * 2 + kind
 
     def _address(self, kind: int, source: int, target: int) -> int:
-        return self._numbers.address(self._place(kind, source, target))
+        return self._numbers.address(self._index(kind, source, target))
 
     def missing(self) -> list[int]:
         """Group ranks whose messages, or whose room for more of ours, this rank's streams wait for, or will."""
-        own, room = self._group.group_rank, self._num_slots
+        rank, room = self._group.group_rank, self._num_slots
         late = [
             peer
             for peer, taken in self._num_taken.copy().items()
-            if self._numbers[self._place(_ARRIVED, peer, own)] < taken
+            if self._numbers[self._index(_ARRIVED, peer, rank)] < taken
         ]
         full = [
             peer
             for peer, sent in self._num_sent.copy().items()
-            if self._numbers[self._place(_CONSUMED, own, peer)] < sent - room
+            if self._numbers[self._index(_CONSUMED, rank, peer)] < sent - room
         ]
         return sorted({*late, *full})
 
     def progress(self) -> list[int]:
-        """How many messages have come from each rank, and have been taken by it."""
-        own, ranks = self._group.group_rank, range(self._group.group_size)
-        arrived = [self._numbers[self._place(_ARRIVED, peer, own)] for peer in ranks]
-        return arrived + [self._numbers[self._place(_CONSUMED, own, peer)] for peer in ranks]
+        """Counts the messages that have come from each rank, and then those that each rank has taken."""
+        rank, ranks = self._group.group_rank, range(self._group.group_size)
+        arrived = [self._numbers[self._index(_ARRIVED, peer, rank)] for peer in ranks]
+        return arrived + [self._numbers[self._index(_CONSUMED, rank, peer)] for peer in ranks]
 
 
 class SharedNumbers:
@@ -212,16 +212,16 @@ class SharedNumbers:
         _cuda.show_to_devices(self._start, num_bytes)
         weakref.finalize(self, _cuda.hide_from_devices, self._start)
 
-    def address(self, place: int) -> int:
-        """Where the number lies, for the host and for GPUs."""
-        return self._start + place * self.LINE_BYTES
+    def address(self, index: int) -> int:
+        """The address of a number, for the host and for GPUs."""
+        return self._start + index * self.LINE_BYTES
 
-    def __getitem__(self, place: int) -> int:
-        return self._numbers[place * self.LINE_BYTES // 4]
+    def __getitem__(self, index: int) -> int:
+        return self._numbers[index * self.LINE_BYTES // 4]
 
-    def raise_to_most(self, place: int) -> None:
+    def raise_to_most(self, index: int) -> None:
         """Whatever waits for this number goes on."""
-        self._numbers[place * self.LINE_BYTES // 4] = self.MOST
+        self._numbers[index * self.LINE_BYTES // 4] = self.MOST
 
 
 class _Copied:
@@ -268,7 +268,7 @@ class _Receipt:
 
 
 def _future_of(work: TransportWork, tensor: torch.Tensor) -> torch.futures.Future[list[torch.Tensor]]:
-    """What waits for it, or is called then, comes after the message on the device; the current stream does not."""
+    """A future whose waits and callbacks come after the message on the device; the current stream does not wait."""
     future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=[tensor.device])
     stream = torch.cuda.Stream(tensor.device)
     with torch.cuda.stream(stream):
@@ -282,19 +282,19 @@ def _releasing(channels: PeerChannels) -> Callable[[], None]:
     weak = weakref.ref(channels)
 
     def release() -> None:
-        there = weak()
-        if there is None:
+        alive = weak()
+        if alive is None:
             return
-        poisoned, begun_s = there.poison(), time.monotonic()
+        poisoned, begun_s = alive.poison(), time.monotonic()
         # The fill may stand behind what waits, where streams share a queue of the device's.
         while not poisoned.query() and time.monotonic() - begun_s < _POISON_S:
             time.sleep(_AGAIN_S)
         # Again and again: a sender's device may still write the numbers that its host has asked for before it failed.
-        while there is not None and time.monotonic() - begun_s < _RELEASE_S:
-            there.release()
-            del there
+        while alive is not None and time.monotonic() - begun_s < _RELEASE_S:
+            alive.release()
+            del alive
             time.sleep(_AGAIN_S)
-            there = weak()
+            alive = weak()
 
     return release
 
@@ -319,11 +319,11 @@ def _watch(channels: PeerChannels) -> None:
         since_s = time.monotonic()
         while True:
             time.sleep(_LOOK_EVERY_S)
-            there = weak()
-            if there is None or group.ended_by:
+            alive = weak()
+            if alive is None or group.ended_by:
                 return
-            now, missing = there.progress(), there.missing()
-            del there
+            now, missing = alive.progress(), alive.missing()
+            del alive
             if now != seen or not missing:
                 seen, since_s = now, time.monotonic()
             elif time.monotonic() - since_s > group.timeout_s:
@@ -362,7 +362,7 @@ def open_channels(
     finally:
         if path:
             os.unlink(path)
-    most_bytes, most_slots = (max(wish[place] for wish in wishes) for place in (2, 3))
+    most_bytes, most_slots = (max(wish[field] for wish in wishes) for field in (2, 3))
     # What the slots need does not come out of the cache.
     torch.cuda.empty_cache()
     name = os.path.basename(wishes[0][4])
@@ -377,7 +377,7 @@ def _gathered(group: ProcessGroup, value: Any) -> list[Any]:
 
 
 def _attempt(make: Callable[[], Made]) -> tuple[Made | None, str]:
-    """What was made, or why it could not be."""
+    """The result of `make` and an empty text, or None and the reason of its failure."""
     try:
         return make(), ""
     except (RuntimeError, OSError) as error:

@@ -31,7 +31,7 @@ _MOST_PIECES = 64
 
 
 class PeerMemory:
-    """What one group shares. Calls are collective and come in one order on all ranks; streams may differ."""
+    """GPU memory that a group shares. Calls are collective and come in one order on all ranks; streams may differ."""
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
@@ -56,18 +56,19 @@ class PeerMemory:
         self._memory = SharedMemory(name, group.group_rank, group.group_size, store, 2 * half_bytes, self._device)
         self._half_bytes = half_bytes
 
-    def gather(self, own: torch.Tensor, parts: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Copy all ranks' contiguous tensors like `own` to `parts` (group_size, *own.shape), which may lie apart along
-        the first dim.
+    def gather(self, part: torch.Tensor, parts: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Copy all ranks' contiguous tensors like `part` to `parts` (group_size, *part.shape).
+
+        `parts` may have gaps along its first dim.
 
         Yields each rank with its part, once the current stream is ordered after it: this rank's first, the nearest
-        before it next. These stay until the loop is over; `parts` is filled then, and `own` may change.
+        before it next. The parts stay until the loop is over; `parts` is filled then, and `part` may change.
         """
         group, rank, size = self._group, self._group.group_rank, self._group.group_size
-        device, shape = self._device, (size, *own.shape)
-        offset = self._begin(size * own.nbytes)
+        device, shape = self._device, (size, *part.shape)
+        offset = self._begin(size * part.nbytes)
         memory, copies = self._shared, self._copies
-        came = memory.of(rank, shape, own.dtype, offset)
+        received = memory.of(rank, shape, part.dtype, offset)
         sent: list[torch.cuda.Event] = []
 
         def run(output: torch.Tensor, input: torch.Tensor) -> _OnStream:
@@ -82,18 +83,18 @@ class PeerMemory:
                 copy_blocks(output[rank], input)
             return _OnStream(_recorded(copies).wait)
 
-        issue(group, "all_gather_into_tensor", run, (parts, own), (own,), (parts,), True)
-        yield rank, own
+        issue(group, "all_gather_into_tensor", run, (parts, part), (part,), (parts,), True)
+        yield rank, part
         for step, event in enumerate(sent, 1):
             source, stream = (rank - step) % size, torch.cuda.current_stream(device)
             stream.wait_event(event)
             memory.barrier(group.timeout_s)
             has_come = _recorded(stream)
-            yield source, came[source]
+            yield source, received[source]
             # On the GPU's cores, as copies within its memory are: behind a product, it takes those that this leaves.
             copies.wait_event(has_come)
             with torch.cuda.stream(copies):
-                copy_blocks(parts[source], came[source])
+                copy_blocks(parts[source], received[source])
         torch.cuda.current_stream(device).wait_stream(copies)
         self.end()
 
@@ -108,7 +109,7 @@ class PeerMemory:
         return self._memory
 
     def _begin(self, num_bytes: int) -> int:
-        """Where in the memory the next exchange of so many bytes takes place; after those before, on any stream."""
+        """The offset in memory of the next exchange of so many bytes, which comes after those before, on any stream."""
         self.grow(num_bytes)
         stream = torch.cuda.current_stream(self._device)
         if self._ended is not None:
@@ -145,21 +146,21 @@ class PeerSum:
         stream has come here."""
         size, rank = self._group.group_size, self._group.group_rank
         self._copies.wait_stream(torch.cuda.current_stream(term.device))
-        place = self._memory.of(target, (size, *self._shape), self._dtype, self._offset)[rank]
+        slot = self._memory.of(target, (size, *self._shape), self._dtype, self._offset)[rank]
         with torch.cuda.stream(self._copies):
-            copy_blocks(place, term)
+            copy_blocks(slot, term)
         term.record_stream(self._copies)
         self._sent.append(term)
 
-    def finish(self, own: torch.Tensor) -> torch.Tensor:
-        """This rank's sum, on the current stream. `own` is its own term, which may lie apart along its first dim."""
+    def finish(self, term: torch.Tensor) -> torch.Tensor:
+        """This rank's sum, on the current stream. `term` is its own term, which may lie apart along its first dim."""
         group, stream = self._group, torch.cuda.current_stream(self._terms.device)
         total = self._terms.new_empty(self._shape)
 
         def run(output: torch.Tensor, input: torch.Tensor) -> _OnStream:
             stream.wait_stream(self._copies)
             self._memory.barrier(group.timeout_s)
-            add_up(input, group.group_rank, own, output)
+            add_up(input, group.group_rank, term, output)
             return _OnStream(_recorded(stream).wait)
 
         issue(group, "reduce_scatter_tensor", run, (total, self._terms), (self._terms,), (total,), False)
@@ -174,21 +175,21 @@ def copy_blocks(target: torch.Tensor, source: torch.Tensor) -> None:
     if len(target) > _MOST_PIECES or (target.is_contiguous() and source.is_contiguous()):
         target.copy_(source, non_blocking=True)
         return
-    for own, other in zip(target, source, strict=True):
-        own.copy_(other, non_blocking=True)
+    for block, other in zip(target, source, strict=True):
+        block.copy_(other, non_blocking=True)
 
 
-def add_up(terms: torch.Tensor, rank: int, own: torch.Tensor, total: torch.Tensor) -> None:
-    """total = the sum of `terms` (ranks, *own.shape), of which the one at `rank` is `own`, and not there yet."""
-    if len(terms) != 2 or len(own) > _MOST_PIECES:
-        copy_blocks(terms[rank], own)
+def add_up(terms: torch.Tensor, rank: int, term: torch.Tensor, total: torch.Tensor) -> None:
+    """total = the sum of `terms` (ranks, *term.shape), of which the one at `rank` is `term`, and not there yet."""
+    if len(terms) != 2 or len(term) > _MOST_PIECES:
+        copy_blocks(terms[rank], term)
         torch.sum(terms, 0, out=total)
         return
-    if own.is_contiguous():
-        torch.add(own, terms[1 - rank], out=total)
+    if term.is_contiguous():
+        torch.add(term, terms[1 - rank], out=total)
         return
     # Each block is contiguous: the addition takes several elements at once.
-    for block, other, result in zip(own, terms[1 - rank], total, strict=True):
+    for block, other, result in zip(term, terms[1 - rank], total, strict=True):
         torch.add(block, other, out=result)
 
 
@@ -218,14 +219,14 @@ def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 
 def peer_memory_of(group: ProcessGroup, device: torch.device) -> PeerMemory | None:
-    """What the group shares; None where its ranks are on several hosts, or their GPUs cannot reach each other.
+    """The memory that the group shares; None where its ranks are on several hosts, or GPUs cannot reach each other.
 
     Collective when it is asked for the first time.
     """
     if group.peer_memory is None:
         group.peer_memory = (_made(group, device),)
-    found: PeerMemory | None = group.peer_memory[0]
-    return found
+    memory: PeerMemory | None = group.peer_memory[0]
+    return memory
 
 
 def _made(group: ProcessGroup, device: torch.device) -> PeerMemory | None:

@@ -1,1 +1,1 @@
-"""What is seen of collectives, and what is said where they don't fit."""
+"""Observers of collectives, and reports of calls that don't fit."""

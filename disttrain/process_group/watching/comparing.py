@@ -1,4 +1,4 @@
-"""When a collective takes long: do all ranks call the same, and can those that have not come still come?
+"""Compares the ranks' calls when a collective takes long, and finds members that can no longer come to it.
 
 Nothing of this runs while calls end soon. A rank that waits for longer than a moment leaves what it calls in the store,
 for the other ranks that wait in that collective to compare theirs with. Where nobody comes, it asks the others what
@@ -43,7 +43,7 @@ class _Wait:
 
 
 class Comparing:
-    """What the ranks of a world tell each other while they wait."""
+    """The exchange of calls among the ranks of a world that wait."""
 
     def __init__(self, world: WorldLike) -> None:
         self._world = world
@@ -94,7 +94,7 @@ class Comparing:
             self._world.store.append("left", json.dumps([self._world.rank, come_to]) + "\n")
 
     def answer(self, about: str) -> bytes:
-        """What this rank says to the question of another."""
+        """This rank's answer to the question of another."""
         group_name, sequence = json.loads(about)
         group = self._world.group_named(group_name)
         said: Answer = {
@@ -114,9 +114,9 @@ class Comparing:
         """Compare with the first that waits there, or become that."""
         key = f"{group.group_name}/waiting/{wait.sequence}"
         call = self._world.recall(group.group_name, wait.sequence)
-        own = json.dumps([self._world.rank, call]).encode()
-        first = self._world.store.compare_set(key, "", own)
-        if first == own:
+        entry = json.dumps([self._world.rank, call]).encode()
+        first = self._world.store.compare_set(key, "", entry)
+        if first == entry:
             wait.key = key
             return
         rank, first_call = json.loads(first)
@@ -170,36 +170,36 @@ def members_left(group: GroupLike) -> dict[int, int]:
 def ask_members(
     group: GroupLike, sequence: int, ranks: Sequence[int] | None = None, timeout_s: float = ANSWER_S
 ) -> dict[int, Answer]:
-    """What those members, of `ranks` if that is given, say that answer in time."""
+    """The answers of the members, of `ranks` if that is given, that answer in time."""
     witness = group.world.witness
     about = json.dumps([group.group_name, sequence])
     said = {} if witness is None else witness.ask(group.ranks if ranks is None else ranks, timeout_s, about)
     return {rank: json.loads(answer) for rank, answer in said.items()}
 
 
-def left_text(left: Mapping[int, int]) -> str:
+def left_text(gone: Mapping[int, int]) -> str:
     """Ranks that have left the job, and how far each came in the group that is asked about."""
     return ", ".join(
         f"rank {rank} has left the job {f'after sequence {come_to}' if come_to else 'before the first collective'}"
-        for rank, come_to in left.items()
+        for rank, come_to in gone.items()
     )
 
 
 def mismatch(calls: Mapping[int, Mapping[str, Any] | None]) -> str:
-    """What does not fit, by field and rank, and from where they call; empty when all is well, or nothing is known."""
-    known = {rank: call for rank, call in sorted(calls.items()) if call is not None}
-    fields: dict[int, Fields] = {rank: dict(call["fields"]) for rank, call in known.items()}
+    """The fields that differ, by rank, and from where they call; empty when all is well, or nothing is known."""
+    reported = {rank: call for rank, call in sorted(calls.items()) if call is not None}
+    fields: dict[int, Fields] = {rank: dict(call["fields"]) for rank, call in reported.items()}
     if len({each["operation"] for each in fields.values()}) > 1:
         # What else differs comes of that.
         fields = {rank: {"operation": each["operation"]} for rank, each in fields.items()}
     problem = find_mismatch(fields)
     if not problem:
         return ""
-    return f"{problem} ({calls_text(known)})"
+    return f"{problem} ({calls_text(reported)})"
 
 
 def calls_text(calls: Mapping[int, Mapping[str, Any] | None]) -> str:
-    """What each rank calls, and where: `ranks 0,2 all_reduce of float32[4] at train.py:9 in step; rank 1 ...`."""
+    """The call of each rank, and from where: `ranks 0,2 all_reduce of float32[4] at train.py:9 in step; rank 1 ...`."""
     alike: dict[str, list[str]] = {}
     for rank, call in sorted(calls.items()):
         if call is not None:

@@ -1,4 +1,4 @@
-"""How many operations a piece of code hands to its transport, and which layer of the library asks for them."""
+"""Counts the operations that a piece of code hands to its transport, by the layer of the library that asks."""
 
 from __future__ import annotations
 
@@ -90,10 +90,10 @@ class count_collectives:  # noqa: N801  it is used as a function is
         return self._sum(key for key in self.counts if key[0] == layer)
 
     def _sum(self, keys: Iterator[tuple[str, str]] | dict[tuple[str, str], Count]) -> Count:
-        found = Count()
+        total = Count()
         for key in keys:
-            found.add(self.counts[key])
-        return found
+            total.add(self.counts[key])
+        return total
 
     def __str__(self) -> str:
         """A table, one operation of a layer per line."""
@@ -119,16 +119,16 @@ class count_collectives:  # noqa: N801  it is used as a function is
 
 
 def _layer_of(frame: FrameType | None) -> str:
-    """Who has asked for a call: the innermost layer on the stack; DTensor only where no other layer uses it."""
-    found = OTHER
+    """The layer that asks for a call: the innermost on the stack; DTensor only where no other layer uses it."""
+    fallback = OTHER
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         layer = next((layer for prefix, layer in _LAYERS if name.startswith(prefix)), None)
         if layer is not None and layer != _DTENSOR:
             return layer
         if layer is not None:
-            found = layer
+            fallback = layer
         elif not name.startswith(("torch.", "disttrain.")) or name.startswith(_BEGINNINGS):
             break
         frame = frame.f_back
-    return found
+    return fallback

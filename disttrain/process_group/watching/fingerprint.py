@@ -35,7 +35,7 @@ def fields_of(
     outputs: Sequence[torch.Tensor],
     peer_rank: int | None,
 ) -> Fields:
-    """What has to be alike on all ranks; and `sends` and `receives`, which have to fit pairwise."""
+    """The fields of a call that must be alike on all ranks; and `sends` and `receives`, which must fit pairwise."""
     tensors = [*inputs, *outputs]
     fields: Fields = {
         "operation": operation,
@@ -59,7 +59,7 @@ def fields_of(
 
 
 def find_mismatch(calls: dict[int, Fields]) -> str:
-    """What doesn't fit, by field and rank; empty when all is well. `calls` has all members, in group order."""
+    """The fields that don't fit, by rank; empty when all is well. `calls` has all members, in group order."""
     problems = []
     names = dict.fromkeys(name for fields in calls.values() for name in fields)
     for name in names:

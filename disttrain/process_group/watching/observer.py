@@ -1,4 +1,4 @@
-"""What observers of the one door see: each collective as a `Call`, when it is enqueued and when it is over.
+"""The interface of observers, which see each collective as a `Call`, when it is enqueued and when it is over.
 
 Byte counters and tests are observers. They are kept by the `World`; with none, a call costs nothing more. The flight
 recorder, which is there in every job, is a `Recorder`: it is told without a `Call`, which would cost more than it does.
@@ -109,7 +109,7 @@ class Call:
             observer.completed(self, error)
 
     def failure(self, error: Exception) -> DisttrainError:
-        """What a transport's error means, as an answer that names operation, group, sequence number and rank."""
+        """Translates a transport's error into one that names operation, group, sequence number and rank."""
         if isinstance(error, DisttrainError) and not isinstance(error, StoreTimeoutError):
             return error
         group = self.group

@@ -1,4 +1,4 @@
-"""What groups are, and who is where in them, under torch.distributed's names; some are private there."""
+"""Queries of groups and of the ranks in them, under torch.distributed's names; some are private there."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def get_backend_config(group: ProcessGroup | None = None) -> str:
 
 
 def get_pg_count() -> int:
-    """How many groups this rank has, the default group among them."""
+    """The number of groups that this rank has, the default group among them."""
     return len(current_world("get_pg_count").groups)
 
 

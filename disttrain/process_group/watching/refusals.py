@@ -1,4 +1,4 @@
-"""When one rank refuses a call because of its arguments, the others must not wait for it until their timeout.
+"""Tells the other ranks when one refuses a call for its arguments, so that they don't wait until their timeout.
 
 A rank that raises before it has come to a collective tells the witnesses of the other ranks (`store/responder.py`) if,
 a moment later, it has still not come there; it takes that back when it comes after all. A witness whose rank is in that
@@ -31,7 +31,7 @@ ANY = "any"
 
 
 class Refusal(NamedTuple):
-    """What would have been the collective `sequence` of its group; `number` counts refusals there, from 1.
+    """A refused call, in place of collective `sequence` of its group; `number` counts refusals there, from 1.
 
     `operation` is what was called, `begins_with` the collective that the others are in, or ANY.
     """
@@ -52,8 +52,8 @@ class Refusal(NamedTuple):
         return f"{self.group_name}/{self.sequence}/{self.number}"
 
 
-class _Own:
-    """What this rank has refused; the others may have been told."""
+class _OwnRefusal:
+    """A refusal of this rank's, of which the others may have been told."""
 
     def __init__(self, group: GroupLike, refusal: Refusal) -> None:
         self.group = group
@@ -71,11 +71,11 @@ class _Own:
 
 
 class Refusals:
-    """What the ranks of a world refuse, as one of them sees it. An observer, while this rank has refused something."""
+    """The refusals in a world, as one of its ranks sees them. An observer, while this rank has refused something."""
 
     def __init__(self, world: ObservedWorld) -> None:
         self._world = world
-        self._own: list[_Own] = []
+        self._own: list[_OwnRefusal] = []
         self._lock = threading.Lock()
 
     def add(self, group: GroupLike, operation: str, error: Exception, begins_with: str, *, was_counted: bool) -> None:
@@ -91,7 +91,7 @@ class Refusals:
         refusal = Refusal(group.group_name, sequence, number, operation, begins_with, rank, _reason(error), was_counted)
         self._world.become_witness()
         with self._lock:
-            self._own.append(_Own(group, refusal))
+            self._own.append(_OwnRefusal(group, refusal))
         if not was_counted:
             self._world.remove_observer(self)
             self._world.add_observer(self)
@@ -113,29 +113,29 @@ class Refusals:
         self._world.witness.tell(json.dumps(refusal).encode(), refusal.name)
 
     def tell(self) -> None:
-        """Tell the others what this rank has refused and not come to since."""
+        """Tell the others of the collectives that this rank has refused and not come to since."""
         witness = self._world.witness
         with self._lock:
-            for own in self._own:
-                if not own.is_told and not own.is_connecting() and witness is not None:
-                    own.is_told = True
+            for entry in self._own:
+                if not entry.is_told and not entry.is_connecting() and witness is not None:
+                    entry.is_told = True
                     # If all ranks refuse alike, the first one speaks for all.
-                    witness.tell(json.dumps(own.refusal).encode(), own.refusal.name)
-            self._own = [own for own in self._own if not (own.is_told and own.is_final)]
+                    witness.tell(json.dumps(entry.refusal).encode(), entry.refusal.name)
+            self._own = [entry for entry in self._own if not (entry.is_told and entry.is_final)]
 
     def enqueued(self, call: Call) -> None:
         """This rank has come to a collective: perhaps one that it had refused."""
         with self._lock:
             come = [
-                own
-                for own in self._own
-                if own.group is call.group and own.refusal.sequence == call.sequence and not own.is_final
+                entry
+                for entry in self._own
+                if entry.group is call.group and entry.refusal.sequence == call.sequence and not entry.is_final
             ]
-            for own in come:
-                self._own.remove(own)
-                if own.is_told and self._world.witness is not None:
-                    self._world.witness.withdraw(own.refusal.name)
-            if all(own.is_final for own in self._own):
+            for entry in come:
+                self._own.remove(entry)
+                if entry.is_told and self._world.witness is not None:
+                    self._world.witness.withdraw(entry.refusal.name)
+            if all(entry.is_final for entry in self._own):
                 self._world.remove_observer(self)
 
     def completed(self, call: Call, error: DisttrainError | None) -> None:

@@ -1,4 +1,4 @@
-"""After a failure: where are the others?
+"""Asks after a failure where the other ranks are.
 
 Each rank whose transports cannot say it has a witness, a thread that answers with how far the rank has come in a group,
 what it called there, and where its main thread is. Who came is then known and not guessed, also when the other rank
@@ -26,12 +26,12 @@ def absent_text(group: GroupLike, sequence: int, peer_rank: int | None) -> str:
     """
     if group.world.witness is None or (not sequence and peer_rank is None):
         return ""
-    left = _left(group)
+    gone = _left(group)
     answers = ask_members(group, sequence)
-    asked = group.ranks if peer_rank is None or sequence else (group.ranks[peer_rank],)
+    awaited = group.ranks if peer_rank is None or sequence else (group.ranks[peer_rank],)
     absent = [
-        left_text({rank: left[rank]}) if rank in left else f"rank {rank} {_state(answers.get(rank), sequence)}"
-        for rank in asked
+        left_text({rank: gone[rank]}) if rank in gone else f"rank {rank} {_state(answers.get(rank), sequence)}"
+        for rank in awaited
         if rank != group.world.rank and not _has_come(answers.get(rank), sequence)
     ]
     if absent:
@@ -46,9 +46,9 @@ def absent_text(group: GroupLike, sequence: int, peer_rank: int | None) -> str:
 
 
 def gone_text(group: GroupLike) -> str:
-    """`: rank 1 has left the job after sequence 4`; empty when no member has."""
-    left = _left(group)
-    return f": {left_text(left)}" if left else ""
+    """`: rank 1 has gone the job after sequence 4`; empty when no member has."""
+    gone = _left(group)
+    return f": {left_text(gone)}" if gone else ""
 
 
 def _left(group: GroupLike) -> dict[int, int]:

@@ -5,57 +5,57 @@ from __future__ import annotations
 import pytest
 
 from disttrain.errors import RendezvousError
-from disttrain.process_group.joining.rendezvous import Place, find_place, join
+from disttrain.process_group.joining.rendezvous import RendezvousInfo, find_rendezvous, join
 from disttrain.store import HashStore
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 
 
 def test_from_the_environment() -> None:
-    assert find_place(None, -1, -1, None, LAUNCHED) == Place(1, 4, "node0", 29500)
-    assert find_place("env://", 0, -1, None, LAUNCHED).hosts_store
+    assert find_rendezvous(None, -1, -1, None, LAUNCHED) == RendezvousInfo(1, 4, "node0", 29500)
+    assert find_rendezvous("env://", 0, -1, None, LAUNCHED).hosts_store
 
 
 def test_a_running_store_is_joined() -> None:
     environ = {**LAUNCHED, "RANK": "0", "DISTTRAIN_STORE": "node0:4000"}
-    assert find_place(None, -1, -1, None, environ) == Place(0, 4, "node0", 4000)
+    assert find_rendezvous(None, -1, -1, None, environ) == RendezvousInfo(0, 4, "node0", 4000)
 
 
 def test_under_torchrun_its_store_tells_where_ours_is() -> None:
     environ = {**LAUNCHED, "RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    assert find_place(None, -1, -1, None, environ) == Place(0, 4, "node0", 29500, under_torchrun=True)
+    assert find_rendezvous(None, -1, -1, None, environ) == RendezvousInfo(0, 4, "node0", 29500, under_torchrun=True)
     environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-    assert find_place(None, -1, -1, None, environ) == Place(0, 4, "node0", 29500, hosts_store=True)
+    assert find_rendezvous(None, -1, -1, None, environ) == RendezvousInfo(0, 4, "node0", 29500, hosts_store=True)
 
 
 def test_a_running_store_comes_before_all_else_in_the_environment() -> None:
     environ = {**LAUNCHED, "TORCHELASTIC_USE_AGENT_STORE": "True", "DISTTRAIN_STORE": "[::1]:4000"}
-    assert find_place(None, -1, -1, None, environ) == Place(1, 4, "::1", 4000)
+    assert find_rendezvous(None, -1, -1, None, environ) == RendezvousInfo(1, 4, "::1", 4000)
     del environ["MASTER_ADDR"]
-    assert find_place("env://", 3, -1, None, environ) == Place(3, 4, "::1", 4000)
-    assert find_place("env://", 3, -1, None, {**environ, "DISTTRAIN_STORE": ""} | LAUNCHED).host == "node0"
+    assert find_rendezvous("env://", 3, -1, None, environ) == RendezvousInfo(3, 4, "::1", 4000)
+    assert find_rendezvous("env://", 3, -1, None, {**environ, "DISTTRAIN_STORE": ""} | LAUNCHED).host == "node0"
 
 
 def test_what_the_script_says_comes_before_the_environment() -> None:
     environ = {**LAUNCHED, "DISTTRAIN_STORE": "node0:4000"}
-    assert find_place("tcp://h:1", 0, 3, None, environ) == Place(0, 3, "h", 1, hosts_store=True)
-    assert find_place(None, 2, 3, HashStore(), environ) == Place(2, 3)
-    assert find_place(None, 2, 3, None, environ) == Place(2, 3, "node0", 4000)
+    assert find_rendezvous("tcp://h:1", 0, 3, None, environ) == RendezvousInfo(0, 3, "h", 1, hosts_store=True)
+    assert find_rendezvous(None, 2, 3, HashStore(), environ) == RendezvousInfo(2, 3)
+    assert find_rendezvous(None, 2, 3, None, environ) == RendezvousInfo(2, 3, "node0", 4000)
 
 
 def test_an_address_of_ipv6_has_brackets_for_its_port_alone() -> None:
     environ = {**LAUNCHED, "DISTTRAIN_STORE": "[::1]:4000,[fe80::1]:5000"}
-    place = find_place("env://", 2, 3, None, environ)
+    place = find_rendezvous("env://", 2, 3, None, environ)
     assert (place.host, place.port, place.standby) == ("::1", 4000, ("fe80::1", 5000))
 
 
 def test_from_an_address() -> None:
-    assert find_place("tcp://h:1?rank=2&world_size=3", -1, -1, None, {}) == Place(2, 3, "h", 1)
-    assert find_place("tcp://h:1", 0, 3, None, {}) == Place(0, 3, "h", 1, hosts_store=True)
+    assert find_rendezvous("tcp://h:1?rank=2&world_size=3", -1, -1, None, {}) == RendezvousInfo(2, 3, "h", 1)
+    assert find_rendezvous("tcp://h:1", 0, 3, None, {}) == RendezvousInfo(0, 3, "h", 1, hosts_store=True)
 
 
 def test_from_a_store() -> None:
-    assert find_place(None, 2, 3, HashStore(), {}) == Place(2, 3)
+    assert find_rendezvous(None, 2, 3, HashStore(), {}) == RendezvousInfo(2, 3)
 
 
 @pytest.mark.parametrize(
@@ -75,36 +75,36 @@ def test_what_cannot_be_is_refused(
     method: str | None, rank: int, world_size: int, environ: dict[str, str], rule: str
 ) -> None:
     with pytest.raises(RendezvousError, match=rule):
-        find_place(method, rank, world_size, None, environ)
+        find_rendezvous(method, rank, world_size, None, environ)
 
 
 def test_both_store_and_method_are_refused() -> None:
     with pytest.raises(RendezvousError, match="Give one"):
-        find_place("env://", 0, 1, HashStore())
+        find_rendezvous("env://", 0, 1, HashStore())
 
 
 def test_a_rank_that_never_comes_is_named() -> None:
     with pytest.raises(RendezvousError, match=r"ranks \[1, 2\] of 3 had not come"):
-        join(HashStore(), Place(0, 3), timeout_s=0.05)
+        join(HashStore(), RendezvousInfo(0, 3), timeout_s=0.05)
 
 
 def test_a_contradiction_is_told_to_every_rank() -> None:
     store = HashStore()
     with pytest.raises(RendezvousError, match=r"ranks .* had not come"):
-        join(store, Place(0, 2), timeout_s=0.01)
+        join(store, RendezvousInfo(0, 2), timeout_s=0.01)
     with pytest.raises(RendezvousError, match="had not come"):
-        join(store, Place(1, 3), timeout_s=5)
+        join(store, RendezvousInfo(1, 3), timeout_s=5)
 
     store = HashStore()
     store.compare_set("join/terms", "", "something else")
     with pytest.raises(RendezvousError, match=r"rank 1 came with .*, others with something else.*\[rank 1\]"):
-        join(store, Place(1, 3), timeout_s=5)
+        join(store, RendezvousInfo(1, 3), timeout_s=5)
     with pytest.raises(RendezvousError, match="rank 1 came with"):
-        join(store, Place(0, 3), timeout_s=5)
+        join(store, RendezvousInfo(0, 3), timeout_s=5)
 
 
 def test_a_rank_taken_twice() -> None:
     store = HashStore()
     store.add("join/rank/0", 1)
     with pytest.raises(RendezvousError, match="rank 0 was taken twice"):
-        join(store, Place(0, 2), timeout_s=5)
+        join(store, RendezvousInfo(0, 2), timeout_s=5)
