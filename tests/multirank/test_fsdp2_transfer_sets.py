@@ -14,6 +14,7 @@ from disttrain.fsdp2.transfers import forms
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.cases.fsdp2 import SCATTER, assert_same_gradients, own_rows, pair, recorded, sharded
 from tests.multirank import models
+from tests.surroundings.hosts_of_groups import set_spans_hosts
 
 
 class WithFrozen(models.TinyModel):
@@ -71,9 +72,8 @@ def test_partly_in_place_groups_are_reduced_as_one_message() -> None:
     """Shards within a host, copies between hosts: gathers are each module's, reductions those of several."""
     forms.COPY_BYTES_PER_S = 100 / forms.HOST_COLLECTIVE_S
     mesh = disttrain.init_device_mesh("cpu", (2, 2))
-    mesh.world.default_group.spans_hosts = True
     shards, copies = mesh.get_group(1), mesh.get_group(0)
-    shards.spans_hosts, copies.spans_hosts = False, True
+    set_spans_hosts(within=(shards,), between=(copies, mesh.world.default_group))
     copies.costs_of_mesh[tuple(shards.ranks)] = None, TransferCost(1e-2, 1e9)
     whole = models.TinyModel().double().init(0)
     model = sharded(copy.deepcopy(whole), mesh=mesh, transfer_policy=TransferPolicy("mixed"))

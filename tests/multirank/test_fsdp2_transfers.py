@@ -21,6 +21,7 @@ from disttrain.process_group import Call, current_world
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.cases.fsdp2 import SCATTER, Halved, recorded
 from tests.multirank import models
+from tests.surroundings.hosts_of_groups import set_spans_hosts
 
 FORMS = {
     "in place": TransferPolicy("in_place"),
@@ -179,7 +180,8 @@ def test_fewer_messages_between_hosts() -> None:
     """What a slow network costs is known alike on all ranks; then scales and weights are in one message, too."""
     world = current_world()
     group = world.shared_group(tuple(range(2)))
-    group.spans_hosts, group.transfer_cost = True, TransferCost(0.01, 1e9)
+    set_spans_hosts(between=(group,))
+    group.transfer_cost = TransferCost(0.01, 1e9)
     model = with_halves()
     for block in model.blocks:
         fully_shard(block)
@@ -196,7 +198,7 @@ def test_fewer_messages_between_hosts() -> None:
 def test_the_first_forward_measures_once_and_ranks_agree() -> None:
     world = current_world()
     group = world.shared_group(tuple(range(2)))
-    group.spans_hosts = True
+    set_spans_hosts(between=(group,))
     with recorded() as names:
         for _ in range(2):
             model = models.TinyModel()

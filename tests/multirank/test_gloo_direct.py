@@ -14,6 +14,7 @@ from disttrain import ReduceOp
 from disttrain.errors import CollectiveMismatchError
 from disttrain.process_group.backends import gloo_direct
 from disttrain.testing.pytest_plugin import on_ranks
+from tests.surroundings.hosts_of_groups import set_spans_hosts
 
 
 def operations(call: Callable[[], object]) -> list[str]:
@@ -78,7 +79,7 @@ def test_small_all_reduces_between_hosts_are_those_within_one(
     inner, outer = disttrain.new_group(), disttrain.new_group()
     assert isinstance(inner, disttrain.ProcessGroup)
     assert isinstance(outer, disttrain.ProcessGroup)
-    outer.spans_hosts = True
+    set_spans_hosts(between=(outer,))
     disttrain.barrier(outer)  # connects
     for op in ops:
         # Whole numbers, whose sums do not depend on an order.
@@ -154,7 +155,7 @@ def test_other_sizes_are_errors_on_all_ranks(name: str, sizes: tuple[int, int]) 
         }
         group = disttrain.new_group()
         assert isinstance(group, disttrain.ProcessGroup)
-        group.spans_hosts = True
+        set_spans_hosts(between=(group,))
         disttrain.barrier(group)
         with pytest.raises(CollectiveMismatchError, match="sizes: "):
             getattr(disttrain, name)(*tensors[name], group=group)
