@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 import disttrain
-from disttrain.dtensor import Placement, Replicate, Shard, distribute_tensor
+from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from disttrain.testing import run_threads
 from tests.cases.layouts import normal
 
@@ -23,8 +23,14 @@ KERNELS: dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], torch.Tensor]
 }
 
 
-# A cut batch is normed, and a softmax over a cut dim taken, by other kernels than plain tensors are.
-BY_OTHERS = [("batch_norm", Shard(0)), ("batch_norm", Shard(1)), ("log_softmax", Shard(1))]
+# A cut batch is normed, and a softmax over a cut dim taken, by other kernels than plain tensors are; a cut dim that is
+# normed is gathered first.
+BY_OTHERS = [
+    ("batch_norm", Shard(0)),
+    ("batch_norm", Shard(1)),
+    ("layer_norm of a column", Shard(1)),
+    ("log_softmax", Shard(1)),
+]
 CASES = [
     (name, placement)
     for name in KERNELS
@@ -59,3 +65,16 @@ def test_what_plain_tensors_may_be_viewed_as_dtensors_may() -> None:
         torch.testing.assert_close(torch.kron(normed, r).full_tensor(), torch.kron(expected, rows))
 
     run_threads(2, body)
+
+
+def test_a_product_of_what_has_to_move_is_viewed_wherever_its_parts_lie() -> None:
+    column = normal(2, 1)
+
+    def body() -> None:
+        mesh = disttrain.init_device_mesh("cpu", (1,))
+        x = DTensor.from_local(column, mesh, [Partial("product")])
+        torch.testing.assert_close(
+            torch.kron(x, DTensor.from_local(column, mesh, [Shard(1)])).full_tensor(), torch.kron(column, column)
+        )
+
+    run_threads(1, body)

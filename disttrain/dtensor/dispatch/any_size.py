@@ -45,13 +45,17 @@ class AnySizePlan(NamedTuple):
         return part, Spec.interned(self.layout, shape, contiguous_strides(shape), part.dtype)
 
 
-def any_size_plan(call: OpCall, rule: Rule, propagation: Propagation) -> AnySizePlan | None:
-    """The plan for all sizes of a call that nothing moves for; None when its result depends on sizes in other ways."""
-    moves = any(
+def moves_operands(call: OpCall, propagation: Propagation) -> bool:
+    """Whether an operand is computed on in another way than it lies."""
+    return any(
         spec is None or spec.layout is not layout
         for spec, layout in zip(call.operands, propagation.operands, strict=True)
     )
-    if moves or rule.reads_numbers or call.facts.mutated or call.facts.is_view:
+
+
+def any_size_plan(call: OpCall, rule: Rule, propagation: Propagation) -> AnySizePlan | None:
+    """The plan for all sizes of a call that nothing moves for; None when its result depends on sizes in other ways."""
+    if moves_operands(call, propagation) or rule.reads_numbers or call.facts.mutated or call.facts.is_view:
         return None
     if rule.localize is not None and not (rule.goes_by_layout and rule.localize(call, propagation) is call.op):
         return None

@@ -26,7 +26,7 @@ from disttrain.dtensor._torch import (
     off_the_record,
     put_on_record,
 )
-from disttrain.dtensor.dispatch.any_size import AnySizePlan, any_size_plan
+from disttrain.dtensor.dispatch.any_size import AnySizePlan, any_size_plan, moves_operands
 from disttrain.dtensor.dispatch.by_others import BY_OTHERS
 from disttrain.dtensor.dispatch.call_plan import Run, Wrap, bind, replaced, simple, tensors_of, written_tensors
 from disttrain.dtensor.dispatch.even_bags import specs_of_even_bags
@@ -252,7 +252,7 @@ def _plan_by_rule(
             return _while_dtype_lasts(wrap, op, specs, outputs[0].dtype if outputs else torch.bool, run)
 
         def as_seen(results: Any) -> tuple[Run, Any] | None:
-            seen = with_true_strides(call, results)
+            seen = None if moves_operands(call, propagation) else with_true_strides(call, results)
             return None if seen is None else (bound(seen), rewrapped(wrap, results, seen.outputs))
 
         return _Plan(bound(call), True, any_size_plan(call, rule, propagation), as_seen)

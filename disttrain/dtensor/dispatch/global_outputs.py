@@ -15,6 +15,7 @@ import torch
 from disttrain.dtensor._torch import OpFacts, OpOverload
 
 _MAX_CACHED = 4096
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 
 _BY_VALUE = frozenset(
     {int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -75,7 +76,8 @@ def _cached_outputs(call: _MetaCall) -> Outputs:
 
 def _outputs(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outputs:
     try:
-        results = op(*args, **kwargs)
+        # Whether memory allows such a view, only the part says, which is copied otherwise.
+        results = args[0].reshape(args[1]) if op is _UNSAFE_VIEW else op(*args, **kwargs)
     except NotImplementedError:
         return None
     except TypeError as error:
