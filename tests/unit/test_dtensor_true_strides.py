@@ -53,6 +53,25 @@ def test_strides_are_the_kernels_own(name: str, placement: Placement) -> None:
     run_threads(2, body)
 
 
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_they_are_where_ranks_have_too_few_elements_to_show_them(world: int) -> None:
+    """7 elements over 3 ranks leave 1 for the last, over 4 too; a part's order of dims is seen by none alike."""
+    tensor, few = normal(7, 5), normal(2, 7)
+
+    def body() -> None:
+        mesh = disttrain.init_device_mesh("cpu", (world,))
+        for whole in (tensor, few):
+            for placement in (Shard(0), Shard(1)):
+                x = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
+                result = functional.logsigmoid(x.t())
+                assert result.stride() == functional.logsigmoid(whole.t()).stride()
+                torch.testing.assert_close(
+                    result.view(-1).full_tensor(), functional.logsigmoid(whole.t()).view(-1), rtol=0, atol=0
+                )
+
+    run_threads(world, body)
+
+
 def test_what_plain_tensors_may_be_viewed_as_dtensors_may() -> None:
     tensor, rows, weight = normal(6, 4), normal(2, 1, 3), normal(3, 1)
 

@@ -2,21 +2,27 @@
 
 Results are planned on the meta device. For some operators that says other strides than the device's own kernel then
 gives (batch and layer norms, `logsigmoid`, `svd`, `fft` on CPUs): views of the result would be refused that torch
-allows, or the other way round. The first run of a plan shows it, and the plan is bound again.
+allows, or the other way round. The first run of a plan shows it, and the plan is bound again. Where a rank's part has
+too few elements to show it, the operator is run once on whole operands of zeros, if these are small.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 
-from disttrain.dtensor.dispatch.call_plan import Wrap
+from disttrain.dtensor._torch import is_traced
+from disttrain.dtensor.dispatch.call_plan import Wrap, replaced, tensors_of
 from disttrain.dtensor.rules import OpCall
 from disttrain.dtensor.spec.layout import Spec
 from disttrain.dtensor.spec.shard_sizes import contiguous_strides, is_permuted, local_shape
+
+MAX_ZEROS = 1 << 14
+"""Elements of an operator's operands up to which it is run on zeros."""
 
 
 def with_true_strides(call: OpCall, results: Any) -> OpCall | None:
@@ -27,9 +33,10 @@ def with_true_strides(call: OpCall, results: Any) -> OpCall | None:
     if not call.outputs or call.facts.is_view or call.facts.returns_list:
         return None
     tensors = results if isinstance(results, tuple) else (results,)
+    of_zeros = cache(lambda: _results_for_zeros(call))
     outputs = [
-        _as_it_is(output, tensor) if written is None else output
-        for output, tensor, written in zip(call.outputs, tensors, call.facts.returned, strict=True)
+        _as_it_is(output, tensor, lambda index=index: of_zeros()[index]) if written is None else output
+        for index, (output, tensor, written) in enumerate(zip(call.outputs, tensors, call.facts.returned, strict=True))
     ]
     if all(new is old for new, old in zip(outputs, call.outputs, strict=True)):
         return None
@@ -50,18 +57,19 @@ def _rewrapped(wrap: Wrap, result: Any, output: torch.Tensor) -> Any:
     return wrap(result._local_tensor, Spec(spec.layout, spec.shape, tuple(output.stride()), spec.dtype))
 
 
-def _as_it_is(output: torch.Tensor, result: Any) -> torch.Tensor:
+def _as_it_is(output: torch.Tensor, result: Any, of_zeros: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """`output` with the strides of a result; `of_zeros` gives the result for zeros."""
     spec: Spec | None = getattr(result, "_spec", None)
     if spec is None:
         return output
-    strides = _true_strides(spec, result._local_tensor)
+    strides = _true_strides(spec, result._local_tensor, of_zeros)
     if strides == spec.stride:
         return output
     return torch.empty_strided(spec.shape, strides, dtype=output.dtype, device="meta")
 
 
-def _true_strides(spec: Spec, part: torch.Tensor) -> tuple[int, ...]:
-    """The whole's strides, by those of its part; as foretold where parts differ or have too few elements to tell."""
+def _true_strides(spec: Spec, part: torch.Tensor, of_zeros: Callable[[], torch.Tensor]) -> tuple[int, ...]:
+    """The whole's strides, by those of its part; those of zeros where some rank's part has too few elements to tell."""
     # A gradient that was not asked for is planned without elements, whatever kernels return.
     if part.layout is not torch.strided or part.is_meta or tuple(part.shape) != spec.local_shape:
         return spec.stride
@@ -70,7 +78,8 @@ def _true_strides(spec: Spec, part: torch.Tensor) -> tuple[int, ...]:
     if smallest == spec.shape:
         return part.stride()
     if any(least < 2 <= size for least, size in zip(smallest, spec.shape, strict=True)):
-        return spec.stride
+        result = of_zeros()
+        return result.stride() if result.shape == spec.shape else spec.stride
     is_dense = is_permuted(part.shape, part.stride()) and is_permuted(spec.shape, spec.stride)
     if is_dense and part.stride() == contiguous_strides(part.shape):
         return contiguous_strides(spec.shape)
@@ -81,6 +90,32 @@ def _true_strides(spec: Spec, part: torch.Tensor) -> tuple[int, ...]:
         strides[dim] = step
         step *= spec.shape[dim]
     return tuple(strides)
+
+
+def _results_for_zeros(call: OpCall) -> Sequence[torch.Tensor]:
+    """What the kernel gives for zeros in place of the whole operands; as foretold where it can't be asked."""
+    devices = [spec.mesh.device_type for spec in call.operands if spec is not None]
+    operands = tensors_of([*call.arguments, *call.keywords.values()])
+    is_small = sum(_extent(operand) for operand in operands) <= MAX_ZEROS
+    # An operator of the user's may do other things besides, and a random one would draw numbers.
+    if not is_small or call.op.namespace != "aten" or call.facts.is_random or is_traced():
+        return call.outputs
+    args, kwargs = replaced(call.arguments, call.keywords, [_zeros_like(operand, devices[0]) for operand in operands])
+    try:
+        given = call.op(*args, **kwargs)
+    except Exception:  # noqa: BLE001  some operators refuse zeros, each with an error of its own
+        return call.outputs
+    return given if isinstance(given, tuple) else (given,)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """The number of elements that the memory of `tensor` has, gaps included."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _zeros_like(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    memory = torch.zeros(max(_extent(tensor), 1), dtype=tensor.dtype, device=device)
+    return memory.as_strided(tensor.shape, tensor.stride())
 
 
 def _order(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
