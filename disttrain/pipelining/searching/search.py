@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from disttrain.errors import ScheduleError
 from disttrain.pipelining.passes.merge_backward import merge_backward
 from disttrain.pipelining.schedule.action import Action
-from disttrain.pipelining.schedule.catalogue import RECIPES
+from disttrain.pipelining.schedule.catalogue import SCHEDULE_KINDS
 from disttrain.pipelining.schedule.costs import Costs
 from disttrain.pipelining.schedule.fill_weights import Filled, fill_weights, skeleton
 from disttrain.pipelining.schedule.placement import Placement
@@ -90,11 +90,11 @@ def named_schedules(num_ranks: int, num_microbatches: int, by_stages: Mapping[in
     results = []
     refusals = []
     for stages_per_rank, costs in by_stages.items():
-        for recipe in RECIPES:
-            if stages_per_rank != recipe.stages_per_rank and not recipe.any_stages:
+        for kind in SCHEDULE_KINDS:
+            if stages_per_rank != kind.stages_per_rank and not kind.any_stages:
                 continue
             try:
-                schedule = recipe.make(num_ranks, num_microbatches, stages_per_rank)
+                schedule = kind.make(num_ranks, num_microbatches, stages_per_rank)
             except ScheduleError as refusal:
                 refusals.append(refusal)
                 continue
