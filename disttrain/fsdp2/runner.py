@@ -1,4 +1,4 @@
-"""Carries out what the machine asks for: on memory, by collectives, on streams."""
+"""Carries out the machine's commands, on memory, streams, and by collectives."""
 
 from __future__ import annotations
 

@@ -29,11 +29,12 @@ class Pending(Protocol):
     """What brings values, as a gather does."""
 
     def finish(self) -> None:
-        """Order the current stream (CPU: the host) after it."""
+        """Makes the current stream (on CPU: the host) wait for it."""
 
 
 class ParamGroup:
-    """The memory of some parameters: shards, what is gathered of them, and gradients. `state` says what becomes of it.
+    """The memory of some parameters: their shards, the gathered parameters, and gradients. `state` decides what happens
+    with it.
 
     Sharded values of all parameters lie in one flat buffer, so gathering copies nothing in, or casts once.
     """
@@ -242,7 +243,8 @@ class ParamGroup:
         return unsharded
 
     def watch_buckets(self) -> None:
-        """Ask to be told of each gradient of what is reduced in buckets; once for each gathered parameter."""
+        """Registers hooks for the gradients of parameters that are reduced in buckets; once for each gathered
+        parameter."""
         buckets, is_ready = self.state.buckets, self.gradient_is_ready
         if buckets is None or is_ready is None or self._unsharded is None:
             return

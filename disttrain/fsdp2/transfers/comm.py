@@ -44,7 +44,7 @@ class Comm:
         self.several_grads = SeveralGrads()
 
     def release_gathered(self) -> None:
-        """Let go of the last gathered buffer, once the all-gather stream knows that it has been copied out."""
+        """Releases the last gathered buffer, once the all-gather stream waits for the copy out of it."""
         if self.copied_out is not None:
             with self.streams.gathering():
                 self.streams.follow(self.copied_out[1])
