@@ -161,7 +161,7 @@ def _add_costs(command: argparse.ArgumentParser) -> None:
 
 
 def _name(text: str) -> str:
-    """Refused before anything is worked out."""
+    """Refuses arguments before anything is computed."""
     try:
         return find_schedule_kind(text).name
     except ScheduleError as error:

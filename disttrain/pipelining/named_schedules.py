@@ -168,8 +168,9 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         self._given = (stages, n_microbatches, args, kwargs)
 
     def _load_csv(self, filename: str, format: str = "compute_only") -> None:
-        """Take the schedule in a file of computations, or, with "compute_comms", of messages as well: those are made
-        anew. Raises ScheduleError for a file of another number of microbatches, or that is no schedule."""
+        """Takes the schedule from a file of computations, or, with "compute_comms", of computations and messages;
+        messages are made again. Raises ScheduleError for a file of another number of microbatches, or that is no
+        schedule."""
         stages, num_microbatches, args, kwargs = self._given
         if format not in ("compute_only", "compute_comms"):
             raise ScheduleError("_load_csv", f"format={format!r} is unknown.", "It is compute_only or compute_comms.")

@@ -1,5 +1,5 @@
-"""The best schedule for measured times and a bound on memory: all named ones, each again with its W where they fit
-best, orders that no paper names, then small changes to the best as long as they help."""
+"""Finds the best schedule for measured times and a bound on memory. It tries all named schedules, each of them with its
+W moved to the best places, orders that have no name, and then small changes to the best as long as they help."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class _Tries:
         return fill_weights(template, order, self.costs, self.max_bytes, patience)
 
     def _as_found(self, schedule: Schedule) -> Iterator[Found]:
-        """Also with a B for each I whose W follows at once, where that is cheaper than both."""
+        """Also with a B in place of each I and the W right after it, if that is cheaper than both."""
         named = replace(schedule, name="Found")
         for variant in (named,) if self.costs.backward_s is None else (named, merge_backward(named)):
             result = Found(simulate(variant, self.costs), self.costs)
