@@ -25,7 +25,7 @@ from disttrain.mesh import DeviceMesh
 from disttrain.process_group import World
 
 _COMPARED: Final[WeakKeyDictionary[World, int]] = WeakKeyDictionary()
-"""How many comparisons a world is in; empty where there are none."""
+"""The number of comparisons that a world is in; empty if there are none."""
 
 _REPLICATED = "the replicated value"
 

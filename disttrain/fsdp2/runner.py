@@ -25,7 +25,7 @@ def run(commands: do.Commands, comm: Comm | None = None) -> None:
 
 
 _memory: Callable[[Group], ParamGroup] = cast(Any, attrgetter("facts"))
-"""What a group of the machine stands for."""
+"""The parameters that a group of the machine represents."""
 
 
 def _gather(command: do.Gather, _: object) -> None:

@@ -77,7 +77,7 @@ class ShardState:
         self.shared_comm: Comm | None = None
         """The one that other roots use as well, where the user wants it so."""
         self.scheduled: list[Unit] = []
-        """Where a schedule decides: this unit and those below."""
+        """If a schedule decides: this unit and those below."""
         self._forwards = Forwards()
         for module in self.modules:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)

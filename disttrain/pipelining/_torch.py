@@ -23,7 +23,7 @@ Structure = TreeSpec
 """The structure of nested values."""
 
 Root = torch.Tensor | GradientEdge
-"""Where a backward begins."""
+"""The point at which a backward begins."""
 
 
 def run_backward(roots: Sequence[Root], grads: Sequence[torch.Tensor]) -> None:

@@ -35,7 +35,7 @@ from disttrain_launch.workers.warden import Warden
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  what we make there is new, and ours alone
 
 _LEAVE_S = 2.0
-"""How long a node that goes before the end waits for node 0's answer."""
+"""The time that a node which leaves before the end waits for node 0's answer."""
 
 _SAY_MS = 1000
 

@@ -33,10 +33,10 @@ from disttrain_launch.request.whereabouts import Address, leave_note
 from disttrain_launch.workers.environment import Meeting
 
 _SUCCESSION_S = 10.0
-"""How much longer a node bears with a store that does not answer where a standby may be about to take its place."""
+"""The additional time that a node waits for a silent store if a standby may be about to take its place."""
 
 _LINGER_S = 1.0
-"""How long the store serves peers after this node has left: they may still be reading that it is over."""
+"""The time that the store serves peers after this node has left: they may still be reading that it is over."""
 
 
 class Session:

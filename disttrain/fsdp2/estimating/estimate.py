@@ -55,9 +55,9 @@ class Estimate:
     optimizer_bytes: int
     buffers_bytes: int
     host_bytes: int
-    """How much of parameters, gradients and optimizer state an offload policy keeps in the host's memory."""
+    """The bytes of parameters, gradients and optimizer state that an offload policy keeps in the host's memory."""
     resting_bytes: int
-    """What the device holds all the time: parameters, optimizer state, buffers."""
+    """The bytes that the device holds all the time: parameters, optimizer state, buffers."""
     peak: Peak
     """Temporary memory at its peak, without activations and an optimizer's intermediate results."""
     traffic: tuple[Traffic, ...]

@@ -64,7 +64,7 @@ class Rehearsal:
         self.stretches: list[Peak] = []
         """The peak of each stretch of the step, in their order."""
         self.messages: list[Counter[Message]] = []
-        """What each microbatch sends."""
+        """The messages of each microbatch."""
         self._root = root
         self._has_streams = has_streams
         self._gathering: dict[Group, _Gathering] = {}

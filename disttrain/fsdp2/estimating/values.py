@@ -31,7 +31,7 @@ class ParamSizes:
     num_uses: int
     """Modules that have it."""
     num_seen: int = 0
-    """How many of these have ended their backward."""
+    """The number of these that have ended their backward."""
     has_unsharded_gradient: bool = False
     has_kept_gradient: bool = False
     has_gradient: bool = False

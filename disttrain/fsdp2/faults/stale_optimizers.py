@@ -21,7 +21,7 @@ from disttrain.fsdp2.params.param import ShardedParam
 from disttrain.fsdp2.params.param_group import ParamGroup
 
 _WATCHED: Final[weakref.WeakKeyDictionary[object, _Replaced]] = weakref.WeakKeyDictionary()
-"""What optimizers are checked against before they step, by whose model it is."""
+"""The checks of optimizers before they step, by the owner of the model."""
 _MUTEX: Final = threading.Lock()
 """Ranks may be threads."""
 

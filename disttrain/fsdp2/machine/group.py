@@ -120,9 +120,10 @@ class Bundle:
         self.groups = groups
         self.gathers = gathers
         self._used: list[Group] = []
-        """What has been freed, in this order, since all were gathered, or since a forward or backward began."""
+        """The groups that have been freed, in this order, since all were gathered, or since a forward or backward
+        began."""
         self.owed: dict[Group, Sequence[Param]] = {}
-        """What the groups whose backward has ended still have to reduce."""
+        """The parameters that groups whose backward has ended still have to reduce."""
         self.scale: float | None = None
 
     def begin(self) -> None:

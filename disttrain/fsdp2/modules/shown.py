@@ -84,11 +84,11 @@ class Shown:
         self._params = params
         self._swaps: _Swaps | None = None
         self._asked_for: list[bool] = []
-        """Which of the gathered parameters require gradients, as modules were given them."""
+        """For each gathered parameter, whether it required a gradient when modules got it."""
         self.lent: Lent = ()
-        """What modules have for a call, in place of what the caller put there."""
+        """The values that modules have for a call, in place of those that the caller set."""
         self._noted: tuple[_Swaps, tuple[int, ...]] | None = None
-        """Which gathered parameters modules had when a forward began, and their `values_of`."""
+        """The gathered parameters that modules had when a forward began, and their `values_of`."""
         self.is_on_request = False
         """True while the user has gathered ones that no forward has begun with."""
         self.num_data_writes = 0

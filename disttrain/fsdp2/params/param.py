@@ -62,7 +62,7 @@ class ShardedParam:
         """`check_can_shard` has been asked about `parameter`."""
         parameter.__dict__[_SHARDED_AS] = fqn
         self.original: weakref.ref[nn.Parameter] | None = weakref.ref(parameter)
-        """What the module had before, while somebody holds it."""
+        """The parameter that the module had before, while something holds it."""
         self.owners = owners
         self.fqn = fqn
         self.dim = dim

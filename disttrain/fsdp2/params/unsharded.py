@@ -49,7 +49,8 @@ class UnshardedParams:
             self._storage = memory.untyped_storage()
             self._num_bytes = self._storage.nbytes()
             self.places: list[torch.Tensor] = []
-            """Where gathered values go: (num_shards, padded elements) each, or the whole where another dim is cut."""
+            """The places of gathered values: (num_shards, padded elements) each, or the whole if another dim is
+            sharded."""
             self.parameters: list[nn.Parameter] = []
             for param, slot, offset in zip(params, plan.slots, offsets, strict=True):
                 # `.data` gives each alias a version counter of its own: gathering again must not look like an in-place

@@ -179,13 +179,13 @@ class Reduction:
     output: torch.Tensor
     packed: Sequence[torch.Tensor]
     work: Work | None = None
-    """What the host waits for, where there are no streams: the reduce-scatter, then the sum over the replicas."""
+    """The work that the host waits for, if there are no streams: the reduce-scatter, then the sum over the replicas."""
     scattered: torch.Event | None = None
     done: torch.Event | None = None
     sum_replicas: Callable[[], Work | None] | None = None
-    """What is to be started once the host has waited for the reduce-scatter, and ..."""
+    """The work to start once the host has waited for the reduce-scatter, and ..."""
     rest: Callable[[], None] | None = None
-    """... what is to be done to `output` after that."""
+    """... the work on `output` after that."""
     held: torch.Tensor | None = None
     has_sum: bool = False
     """Whether a sum over the replicas follows the reduce-scatter."""
@@ -230,7 +230,7 @@ class ReductionPlan:
     hook: Hook | None
     hook_stream: torch.cuda.Stream | None
     num_in_place: int
-    """How many of the gradients, the first ones, are reduced each by itself; the others are as one message."""
+    """The number of gradients, from the first, that are reduced each by itself; the others are one message."""
 
     @property
     def op(self) -> ReduceOp.RedOpType:

@@ -36,7 +36,7 @@ class Comm:
         self.reducing: list[UnderWay] = []
         """In the order in which they were started."""
         self.ready: torch.Event | None = None
-        """What the next gather waits for, in place of everything on the current stream."""
+        """The event that the next gather waits for, in place of everything on the current stream."""
         self.offloaded: torch.Event | None = None
         """Gradients are on their way to the host until then."""
         self.uploaded: torch.Event | None = None

@@ -14,12 +14,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 ALIGNMENT_BYTES = 16
-"""Where what a parameter or group sends may begin, among bytes of several dtypes: a multiple of each dtype's size."""
+"""The alignment of a parameter's or group's data among bytes of several dtypes: a multiple of each dtype's size."""
 COPY_BYTES_PER_S = 1e12
-"""How fast a GPU copies gathered values into their places; reading and writing, an H100 moves 3e12 bytes a second."""
+"""The speed at which a GPU copies gathered values into their places; reading and writing, an H100 moves 3e12 bytes a
+second."""
 HOST_COLLECTIVE_S = 20e-6
-"""What one more collective of a launch takes within a host, of processor and GPU (two H100: one message is faster where
-matrices have 2048 columns, in place where they have 4096)."""
+"""The time of one more collective in a launch within a host, for processor and GPU (two H100: one message is faster
+where matrices have 2048 columns, in place where they have 4096)."""
 TOGETHER_BYTES = 256 * 2**20
 """The largest size of modules that are gathered together, since two such sets are in memory at a time."""
 PART_BYTES = 32 * 2**20

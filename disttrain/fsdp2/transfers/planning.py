@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from disttrain.fsdp2.policies import TransferPolicy
 
 CostOf = Callable[["Sharding"], tuple[TransferCost | None, TransferCost | None]]
-"""What transfers cost over the ranks that share parameters, and over those that hold copies; None within a host."""
+"""The costs of transfers over the ranks that share parameters, and over those that hold copies; None within a host."""
 
 
 class PlannedState(Protocol):

@@ -13,7 +13,7 @@ _Message = tuple[int, int, int]
 """From which stage, to which, and of which microbatch, where forms may change between these; else 0."""
 
 _SLICE_S = 0.5
-"""How often a waiting rank checks whether another has failed."""
+"""The interval at which a waiting rank checks whether another has failed."""
 
 
 class Forms:
