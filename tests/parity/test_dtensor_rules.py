@@ -34,6 +34,8 @@ SAMPLED = (
 """A few of each family; `python -m tests.dtensor_ops --rules` tries them all."""
 
 
+MAX_CALLS = 3
+"""Of each operator."""
 _SEEN: Counter[str] = Counter()
 """The calls that some test has judged."""
 
@@ -47,7 +49,7 @@ def torchs_group() -> Iterator[None]:
 
 
 def judge(name: str, seen: Counter[str], num_tried: int = 0) -> Summary:
-    return judged(info_named(name), num_tried, seen)
+    return judged(info_named(name), num_tried, seen, MAX_CALLS)
 
 
 @pytest.mark.parametrize("name", SAMPLED)

@@ -13,7 +13,7 @@ from torch.testing._internal.opinfo.core import OpInfo
 from disttrain.dtensor.rules import Signature
 from disttrain.errors import LayoutError
 from tests.dtensor_ops.infos import title
-from tests.dtensor_ops.rules.calls import aten_calls_of
+from tests.dtensor_ops.rules.calls import MAX_CALLS, aten_calls_of
 from tests.dtensor_ops.rules.judge import NUMS_RANKS, judge
 from tests.dtensor_ops.rules.missed import missed
 
@@ -78,10 +78,10 @@ def hanging(info: OpInfo, text: str) -> Summary:
     return Summary(wrong=[f"{title(info)}: {text}"])
 
 
-def judged(info: OpInfo, num_tried: int, seen: Counter[str]) -> Summary:
+def judged(info: OpInfo, num_tried: int, seen: Counter[str], max_calls: int = MAX_CALLS) -> Summary:
     """Judge the calls of the OpInfo, but for those `seen`; try `num_tried` signatures more."""
     summary = Summary()
-    for call in aten_calls_of(info, seen):
+    for call in aten_calls_of(info, seen, max_calls):
         try:
             verdicts = judge(call)
         except LayoutError:
