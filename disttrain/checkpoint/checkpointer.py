@@ -79,7 +79,7 @@ class Checkpointer:
         except CheckpointError as failure:
             if error is None:
                 raise
-            # What the block has raised comes first; often it is about the same save.
+            # An error of the block takes precedence; often it is about the same save.
             if not (isinstance(error, CheckpointError) and error.problem in failure.problem):
                 error.add_note(str(failure))
 
@@ -186,12 +186,12 @@ class Checkpointer:
 
     def _save_and_wait(self, step: int, state: dict[str, Any]) -> None:
         if self._saver is not None:
-            # This one must not be taken for one too many; and since all wait, all may plan.
+            # This save must not be skipped as one too many. And since all ranks wait, they may plan together.
             self._saver.finish()
         try:
             self.async_save(step, state).result()
         except CheckpointError:
-            # All ranks have it, and none must hear of it again.
+            # All ranks raise this error now, and must not raise it again.
             with suppress(CheckpointError):
                 self.close()
             raise

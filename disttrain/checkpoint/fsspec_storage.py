@@ -98,7 +98,7 @@ class FsspecStorage:
     def move(self, source: Path, target: Path) -> None:
         if TEMPORARY.fullmatch(target.name) and not TEMPORARY.fullmatch(
             source.name
-        ):  # on its way out: what has no manifest is gone
+        ):  # it is being removed: a folder without a manifest counts as gone
             self._system.rm_file(str(source / MANIFEST))
             self._system.rm(str(source), recursive=True)
             return
@@ -109,7 +109,7 @@ class FsspecStorage:
         for name in names:
             self._system.cp_file(str(source / name), str(target / name))
         try:
-            if MANIFEST in names:  # first, so that nobody takes what is left for a save
+            if MANIFEST in names:  # first, so that the rest does not count as a save
                 self._system.rm_file(str(source / MANIFEST))
             self._system.rm(str(source), recursive=True)
         except OSError:  # the save is there; `gc` removes what is left

@@ -1,4 +1,4 @@
-"""Computes which part of a sharded tensor lies on which rank. Pure arithmetic, without files and tensors."""
+"""Computes which part of a sharded tensor each rank has. Pure arithmetic, without files and tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TensorSpec:
         return not self.mesh_ranks
 
     def is_copy_of(self, other: TensorSpec) -> bool:
-        """True if the tensor lies as the other does, on a mesh of other ranks."""
+        """True if the two tensors have the same layout, on meshes of different ranks."""
         lies_alike = replace(self, mesh_ranks=()) == replace(other, mesh_ranks=())
         return lies_alike and not self.is_plain and not set(self.mesh_ranks) & set(other.mesh_ranks)
 

@@ -104,9 +104,9 @@ def with_one_way(outlines: Sequence[Outline]) -> list[Outline]:
 def plan_save(outlines: Sequence[Outline], differing: Container[str] = ()) -> list[RankPlan]:
     """Plans what each rank writes, given what each has. Every element of every tensor is written by exactly one rank.
 
-    What one rank alone holds it writes; the rest goes, largest first, to the holder with the fewest bytes. A plain
-    value is written by the first rank that has it, and so is each tensor that is `differing` among ranks. Raises
-    CheckpointError when ranks have different things by one name.
+    A part that only one rank holds is written by that rank. The other parts are assigned, largest first, to the holder
+    with the fewest bytes. A plain value is written by the first rank that has it, and so is each tensor that is
+    `differing` among ranks. Raises CheckpointError if ranks have different kinds of leaves under one name.
     """
     _check_kinds(outlines)
     plans = [RankPlan() for _ in outlines]

@@ -33,7 +33,7 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 """`__torch_function__` of a subclass that only wants to see aten operators."""
 
 without_overrides: Any = torch._C.DisableTorchFunctionSubclass
-"""Within it a subclass's attributes are read without a look for its `__torch_function__`, in half the time."""
+"""Within it torch does not look for a subclass's `__torch_function__`, so reading an attribute takes half the time."""
 
 make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 """A tensor of a class with a shape and no storage: (class, size, strides, storage offset, memory format, dtype, layout,
@@ -49,13 +49,14 @@ BOUND_FUNCTIONS = frozenset(
 )  # fmt: skip
 BOUND_METHODS = frozenset(["add_", "copy_", "detach", "div_", "expand", "mul_", "permute", "sub_", "view", "zero_"])
 BOUND_LINALG = frozenset(["linalg_vector_norm"])
-"""Operators of which torch's Python functions and methods of this name take what the operator itself takes."""
+"""Operators whose Python function or method in torch has the same name and the same arguments."""
 
 
 def binding_of(op: OpOverload) -> Callable[..., Any]:
-    """The shortest way from Python to `op`: a generated binding parses arguments in half the time of a schema's call.
+    """The fastest way to call `op` from Python: a generated binding parses arguments in half the time of a schema's
+    call.
 
-    `op` itself where there is none that is known to be the same.
+    `op` itself if no binding is known to be the same.
     """
     if op.namespace == "aten" and op._overloadname != "out":
         name = op._schema.name.partition("::")[2]
@@ -70,7 +71,8 @@ def binding_of(op: OpOverload) -> Callable[..., Any]:
 
 
 handle_of: Callable[[OpOverload], object] = attrgetter("_op")
-"""What stands for an operator in keys: an OpOverload's own hash is a function in Python, which calls this one's."""
+"""Stands for an operator in keys: the hash of an OpOverload is a Python function, which calls the hash of this
+object."""
 
 
 def change_wrapper(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -89,7 +91,8 @@ def use_foreach_for(cls: type[torch.Tensor]) -> None:
 def is_called_by_autograd() -> bool:
     """True when the operator being dispatched is called by the formula of a gradient, not by a hook or other function.
 
-    To be asked below a `__torch_dispatch__`. What a formula calls may have been caught, and called again.
+    To be called below a `__torch_dispatch__`, also for calls of a formula that a kernel of ours has caught and
+    repeated.
     """
     if torch._C._current_autograd_node() is None:
         return False
@@ -99,22 +102,22 @@ def is_called_by_autograd() -> bool:
     caller = frame.f_back
     while caller and caller.f_globals["__name__"] in (__name__, "disttrain.dtensor.gradients.zeros", "torch._ops"):
         caller = caller.f_back
-    # On a device the engine has a thread of its own, without a frame.
+    # For a GPU the engine has a thread of its own, which has no Python frame.
     return caller is None or caller.f_code is graph._engine_run_backward.__code__
 
 
 def backward_number() -> int:
-    """A number of the backward pass that this thread runs, which no other one has; -1 where it runs none."""
+    """A unique number of the backward pass that this thread runs; -1 if it runs none."""
     return torch._C._current_graph_task_id()
 
 
 def when_backward_ends(callback: Callable[[], None]) -> None:
-    """Run `callback` once when the backward pass that is running now has ended; where it fails, drop it."""
+    """Run `callback` once when the current backward pass has ended; if that pass fails, `callback` is dropped."""
     Variable._execution_engine.queue_callback(callback)
 
 
 def is_traced() -> bool:
-    """True while operators are recorded, by a compiler say, and not only run."""
+    """True while operators are recorded, for example by a compiler, and not only run."""
     return bool(torch._C._len_torch_dispatch_stack())
 
 
@@ -139,9 +142,10 @@ def is_kept_for_later() -> bool:
 
 
 def put_on_record(tensors: Sequence[torch.Tensor], known: Iterable[Any]) -> None:
-    """Let who records know the sizes of tensors that were made off the record, by numbers `known` there if it can be.
+    """Tells the recorder the sizes of tensors that were made while it did not record, expressed by sizes it knows
+    (`known`) where possible.
 
-    A size that the recorder does not know it would take from whatever input has it: from a gradient, in forward.
+    Otherwise the recorder would take an unknown size from any input that has it: in forward, say, from a gradient.
     """
     if not is_traced():
         return
@@ -183,7 +187,7 @@ def _computed_again(expression: Any, known: dict[Any, Any], tracer: Any) -> Any:
 
 
 def hint_of(number: int | torch.SymInt) -> int:
-    """The value that a symbol had when tracing began; to decide by, but not to compute with."""
+    """The value that a symbol had when tracing began: for decisions, not for computations."""
     return number if isinstance(number, int) else cast(int, number.node.hint)
 
 
@@ -209,13 +213,13 @@ def _tell_dynamo() -> None:
         torch.compiler.allow_in_graph(function)
 
 
-# To tell earlier would load Dynamo, which takes as long as torch itself. What has this mark Dynamo runs at once, while
-# it reads what comes before and after.
+# To register it earlier would load Dynamo, which takes as long as torch itself. Dynamo calls a function with this mark
+# at once, and traces the code around it.
 _tell_dynamo._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def refuse_caching(reason: str) -> NoReturn:
-    """Let AOTAutograd, which asks for the key of an input, not look for its results in the cache on disk."""
+    """Keeps AOTAutograd, which asks for the key of an input, from looking for its results in the cache on disk."""
     # Loaded by whoever asks.
     from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
 
@@ -223,7 +227,8 @@ def refuse_caching(reason: str) -> NoReturn:
 
 
 def catch_operator(op: OpOverload, kernel: Callable[..., Any]) -> None:
-    """Let `kernel(op, ...)` stand for composed operator `op` on all subclasses of tensors; `composed` goes on."""
+    """Registers `kernel(op, ...)` for the composed operator `op` on all tensor subclasses; the kernel may call
+    `composed` for torch's own way."""
     _ATEN.impl(op.name().removeprefix("aten::"), partial(kernel, op), "PythonTLSSnapshot")
 
 
@@ -235,9 +240,9 @@ def composed(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 
 def composed_in_inference(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """`op` by other operators, for a call that has come undivided, as it does where autograd is off.
+    """Decomposes `op`, for a call that was not decomposed, as happens where autograd is off.
 
-    torch counts the writes of those, and knows their views, as though they were called by themselves; unless it does so
+    torch counts the writes and tracks the views of the parts as if they had been called separately, unless it does so
     for `op`.
     """
     key = torch._C.DispatchKey.ADInplaceOrView
@@ -249,7 +254,7 @@ def composed_in_inference(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 
 def above_autograd(op: OpOverload, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-    """The results of `op` as though nobody had caught it."""
+    """The results of `op` as if it had not been caught."""
 
     def call() -> list[torch.Tensor]:
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)):
@@ -269,7 +274,8 @@ def is_transformed() -> bool:
 # What is registered holds as long as these do.
 _ATEN: Final = torch.library.Library("aten", "IMPL")
 _OWN: Final = torch.library.Library("disttrain", "FRAGMENT")
-# To a subclass torch 2.11 lets come only what passes the kernel that is replaced where we catch; as this one does.
+# torch 2.11 passes a call on to a subclass only through the kernel that our registration replaces; so this one does the
+# same.
 _OWN.define("above_autograd(Tensor[] given, int call) -> Tensor[]")
 _UNCAUGHT: Final[dict[int, Callable[[], list[torch.Tensor]]]] = {}
 _OWN.impl("above_autograd", lambda _, call: _UNCAUGHT.pop(call)(), "CompositeImplicitAutograd")

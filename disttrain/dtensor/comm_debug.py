@@ -19,7 +19,7 @@ class CommDebugMode:
             loss = model(x).sum()
         assert comms.get_comm_counts() == {"all_reduce": 1}
 
-    It sits at the one door to collectives, so that compiled and functional ones are counted as well.
+    It observes the one function that all collectives pass, so compiled and functional ones are counted as well.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Random numbers that don't depend on the layout: the whole is drawn on every rank, each keeps its part.
+"""Random numbers that don't depend on the layout: every rank draws the whole and keeps its part.
 
-On a CPU torch draws element after element (normal ones in blocks of 16, the last block reaching back), so the whole
-need not be held at once; on a device the numbers depend on how the kernel was launched, and it must be.
+On a CPU torch draws one element after the other (normal ones in blocks of 16, the last of which reaches back), so the
+whole need not be in memory at once. On a GPU the numbers depend on how the kernel was launched, so it must be.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from disttrain.process_group._torch import keep_dynamo_out
 
 
 class DTensor(Traced, AsParameter, Outside, torch.Tensor):
-    """A distributed tensor: global shape and values, of which this rank holds the part that its placements say.
+    """A tensor with a global shape and global values, of which this rank holds the part that its placements define.
 
     Made by `DTensor.from_local`, `distribute_tensor`, or `fully_shard`. `device_mesh` and `placements` say how it lies.
     """
@@ -94,8 +94,8 @@ class DTensor(Traced, AsParameter, Outside, torch.Tensor):
         """The DTensor of which every rank brings its part, whose memory it shares. Differentiable.
 
         Args: placements       one per mesh axis, default Replicate.
-              run_check        compare the parts' shapes and dtypes first, find the whole's shape even where they are
-                               cut unevenly, and give all ranks the first one's values along Replicate axes; collective.
+              run_check        compare the parts' shapes and dtypes first, find the whole's shape even if it is cut
+                               unevenly, and give all ranks the first one's values along Replicate axes; collective.
               shape, stride    of the whole; without a check needed where parts are not all of one size, else found by
                                multiplying.
               grad_placements  how the gradient of the part is taken from the whole's; default: as the tensor lies,
@@ -213,7 +213,7 @@ class DTensor(Traced, AsParameter, Outside, torch.Tensor):
         return super().register_hook(run)  # type: ignore[no-untyped-call]
 
     def __copy__(self) -> Self:
-        """Another tensor of the same part."""
+        """A new DTensor with the same part."""
         twin = cast(Self, torch.Tensor.requires_grad_(self.detach(), self.requires_grad))
         vars(twin).update({name: value for name, value in vars(self).items() if name not in vars(twin)})
         return twin
@@ -283,7 +283,7 @@ def _made(local: torch.Tensor, spec: Spec) -> DTensor:
 
 
 def _as_part(grad: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """This rank's part of gradient `grad`, once it lies as `layout` says; differentiable when gradients are wanted."""
+    """This rank's part of gradient `grad` in layout `layout`; differentiable if gradients are recorded."""
     _check_gradient(grad, layout.mesh)
     assert isinstance(grad, DTensor)
     if torch.is_grad_enabled():
@@ -320,8 +320,8 @@ class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, spec: Spec, grad_layout: Layout) -> DTensor:
         ctx.grad_layout = grad_layout
-        ctx.set_materialize_grads(False)  # autograd would make plain zeros of a gradient that nobody has
-        # Below dispatch, nobody looks at the bit that says that a tensor stands for its conjugate.
+        ctx.set_materialize_grads(False)  # autograd would make plain zeros in place of a missing gradient
+        # Code below dispatch ignores the bit that marks a tensor as a conjugate.
         part = local.detach().resolve_conj().resolve_neg()
         return DTensor(part, spec, requires_grad=local.requires_grad)
 
@@ -339,7 +339,7 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[DTensor, None]:
         spec: Spec = ctx.spec
-        # The gradient of a sum is one number, expanded: it could not be written to, as clipping does.
+        # The gradient of a sum is one expanded number. Clipping, for example, could not write to that.
         grad = grads[0].contiguous()
         grad_spec = Spec(ctx.grad_layout, spec.shape, spec.stride, grad.dtype)
         if not torch.is_grad_enabled():

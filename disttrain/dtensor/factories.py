@@ -58,7 +58,8 @@ def distribute_tensor(
 
 
 def _from_first(whole: torch.Tensor, mesh: DeviceMesh, position: int) -> torch.Tensor:
-    # After axis 0 all ranks at position `position` of the other axes are right; each further axis spreads that on.
+    # After axis 0, all ranks at position `position` of the other axes have the right values; each further axis spreads
+    # these.
     copy = whole.clone(memory_format=torch.contiguous_format)
     for axis in range(mesh.ndim):
         copy = broadcast(copy, position, mesh.get_group(axis))

@@ -14,4 +14,4 @@ local_part: Final[Callable[[torch.Tensor], torch.Tensor]] = attrgetter("_local_t
 """This rank's part of a DTensor, without autograd's history. That of a view copy may be out of date."""
 
 spec_of: Final[Callable[[torch.Tensor], Spec]] = attrgetter("_spec")
-"""What a DTensor is but for its values. For a plain tensor AttributeError."""
+"""The layout, shape and dtype of a DTensor. Raises AttributeError for a plain tensor."""

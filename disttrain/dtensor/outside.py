@@ -1,6 +1,6 @@
-"""Ways out of torch's operators that a tensor has, to its memory and to other processes and libraries.
+"""The methods by which a tensor's memory leaves torch: to other processes and libraries.
 
-A DTensor has no memory of its own, only a part that has: torch's own methods would end the process at an address of 0.
+A DTensor has no memory, only its part has. torch's own methods would read address 0 and crash the process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from disttrain.errors import LayoutError
 
 
 class Outside:
-    """A DTensor's answers where torch's methods would reach for memory."""
+    """Answers for a DTensor in place of torch's methods that access memory."""
 
     _local_tensor: torch.Tensor
     _spec: Spec

@@ -2,7 +2,7 @@
 
 Before each operator every rank of the mesh tells the others what it is about to call and a digest of the values that
 must be equal: plain tensors, copies along Replicate axes, the state that random numbers come from. It is a dispatch
-mode of torch's, which stands before DTensors' own dispatch: without it nothing is done, and nothing asked.
+mode of torch, which runs before the dispatch of DTensors, so it costs nothing unless it is entered.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from disttrain.mesh import DeviceMesh
 from disttrain.process_group import World
 
 _COMPARED: Final[WeakKeyDictionary[World, int]] = WeakKeyDictionary()
-"""How many comparisons a world is in; empty where there are none."""
+"""The number of comparisons that a world is in; empty if there are none."""
 
 _REPLICATED = "the replicated value"
 

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return watch(arguments[1:])
     options = _parser().parse_args(arguments)
     try:
-        # Millions of records make no cycles; looking for some would take a third of the time.
+        # Millions of records contain no reference cycles; searching for these would take a third of the time.
         with uncollected():
             analysis = analyze(Path(options.path))
             write(as_json(analysis) if options.json else as_text(analysis))

@@ -18,7 +18,7 @@ from torch.autograd import Variable
 from torch.nn.utils import stateless
 
 without_overrides: Any = torch._C.DisableTorchFunctionSubclass
-"""Within it a subclass's attributes are read without a look for its `__torch_function__`, in half the time."""
+"""Within it torch does not look for a subclass's `__torch_function__`, so reading an attribute takes half the time."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -40,12 +40,12 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 def are_same(ones: Iterable[object], others: Iterable[object]) -> bool:
-    """True where each of the ones is the other, which there is for each."""
+    """True if each of the first objects is the second one at the same position."""
     return all(map(is_, ones, others))
 
 
 def which_require_grad(tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """Of each whether gradients are asked for."""
+    """For each tensor, whether it requires a gradient."""
     with without_overrides():
         return [*map(_REQUIRES_GRAD, tensors)]
 
@@ -71,7 +71,7 @@ def is_transformed() -> bool:
 
 
 def is_batched(tensor: object) -> bool:
-    """True for what stands for many, as `is_grads_batched=True` makes it."""
+    """True for a tensor that represents a batch, as `is_grads_batched=True` makes it."""
     return isinstance(tensor, torch.Tensor) and torch._C._functorch.is_legacy_batchedtensor(tensor)
 
 
@@ -107,8 +107,9 @@ def when_backward_ends(callback: Callable[[], None]) -> None:
 
 
 def have_hooks(leaves: Sequence[torch.Tensor], own_hook: Callable[..., Any]) -> bool:
-    """True where a hook waits for the gradient of a leaf, other than `own`, which is called after it has been added."""
-    # All of it runs in C: it is asked of each parameter in each step.
+    """True if a hook other than `own`, which is called after the gradient has been added, waits for the gradient of a
+    leaf."""
+    # All of it runs in C, since it is called for each parameter in each step.
     with without_overrides():
         if any(map(_BACKWARD_HOOKS, leaves)):
             return True
@@ -130,7 +131,7 @@ def post_accumulate_hooks(leaf: torch.Tensor) -> tuple[Callable[..., Any], ...]:
 
 @contextmanager
 def without_post_accumulate_hooks(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
-    """While it lasts, nothing follows the accumulation of these leaves' gradients."""
+    """Within it, no hook runs after these leaves' gradients have been accumulated."""
     removed = [(hooks, dict(hooks)) for leaf in leaves if (hooks := leaf._post_accumulate_grad_hooks)]
     for hooks, _ in removed:
         hooks.clear()
@@ -152,19 +153,19 @@ def chunk_cat(tensors: Sequence[torch.Tensor], num_chunks: int, out: torch.Tenso
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Others when torch's operators have written to any of the tensors, or to a view of it."""
+    """Numbers that change when torch's operators write to any of the tensors, or to a view of it."""
     with without_overrides():
         return tuple(map(_VERSION, tensors))
 
 
 def values_of(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Versions, and then addresses; others when the tensors have been written to, or their `.data` replaced."""
+    """Versions, then addresses. They change when the tensors are written to, or their `.data` is replaced."""
     with without_overrides():
         return (*map(_VERSION, tensors), *map(_ADDRESS, tensors))
 
 
 def plain_memory(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The values of a parameter, or of a DTensor's part; None where it has none, or those of another subclass."""
+    """The values of a parameter, or of a DTensor's part; None if it has no values, or is another subclass."""
     local: Any = getattr(tensor, "_local_tensor", tensor)
     if type(local) not in (torch.Tensor, nn.Parameter) or local.is_meta or torch._C._len_torch_dispatch_stack():
         return None
@@ -180,10 +181,10 @@ _OF_SEVERAL = "register_multi_grad_hook.<locals>.get_inner_hook.<locals>.inner_h
 
 
 class SeveralGradients(NamedTuple):
-    """A hook of `register_multi_grad_hook` at one of several leaves: to be called with the gradients of all."""
+    """A hook of `register_multi_grad_hook` at one of several leaves, which is called with the gradients of all."""
 
     key: int
-    """Alike at all of them."""
+    """The same at all of them."""
     function: Callable[[Sequence[torch.Tensor | None]], None]
     place: int
     num_places: int
@@ -203,7 +204,7 @@ def several_gradients(hook: Callable[..., Any]) -> SeveralGradients | None:
 
 
 def move_hooks(leaf: torch.Tensor, to: torch.Tensor) -> None:
-    """Let hooks that wait for the gradient of a leaf wait for that of another; their handles stay good."""
+    """Moves the hooks that wait for the gradient of a leaf to another leaf; their handles stay valid."""
     to._backward_hooks = leaf._backward_hooks
     hooks, target_hooks = leaf._post_accumulate_grad_hooks, to._post_accumulate_grad_hooks
     if hooks:
@@ -212,11 +213,11 @@ def move_hooks(leaf: torch.Tensor, to: torch.Tensor) -> None:
 
 
 def out_of_graphs(function: _Function) -> _Function:
-    """Keeps Dynamo out of what gathers and frees, and of all that it calls.
+    """Keeps Dynamo from tracing functions that gather and free, and all that they call.
 
     A module that is compiled with its hooks has graphs between them.
 
-    As `torch.compiler.disable` does it, which would load the compiler for all who do not compile.
+    It does what `torch.compiler.disable` does, but that would load the compiler also for users who do not compile.
     """
     frames = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
@@ -230,7 +231,7 @@ def compile_forward_alone(module: nn.Module) -> None:
     compiled: Any = module._compiled_call_impl
     if compiled is None:
         return
-    # What torch.compile was asked for is known to the context that made the function, and to nobody else.
+    # Only the context that made the function knows the arguments of torch.compile.
     closure = dict(zip(compiled.__code__.co_freevars, compiled.__closure__, strict=True))
     module.forward = closure["self"].cell_contents(module.forward)
     module._compiled_call_impl = None

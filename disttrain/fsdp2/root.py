@@ -101,7 +101,7 @@ class RootContext:
         if self.model.backward is Backward.RUNNING:
             return
         self.run(self.model.backward_begins())
-        # The engine alone holds this: it is gone when the pass fails, and the exception has reached whoever called.
+        # Only the engine holds this object. It is freed if the pass fails, once the exception has reached the caller.
         end = partial(RootContext.end_backward, self)
         this = weakref.ref(self)
 

@@ -1,4 +1,4 @@
-"""Carries out what the machine asks for: on memory, by collectives, on streams."""
+"""Carries out the machine's commands, on memory, streams, and by collectives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(commands: do.Commands, comm: Comm | None = None) -> None:
 
 
 _memory: Callable[[Group], ParamGroup] = cast(Any, attrgetter("facts"))
-"""What a group of the machine stands for."""
+"""The parameters that a group of the machine represents."""
 
 
 def _gather(command: do.Gather, _: object) -> None:

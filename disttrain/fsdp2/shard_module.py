@@ -102,7 +102,7 @@ def fully_shard(
         shardings[fqn].spec_of(fqn, parameter, dims[fqn])
         if has_gather_hooks(fqn, parameter, owners, dims[fqn], mesh.get_rank()):
             with_hooks.add(fqn)
-    # What is kept on the host is cut there, and need not fit onto the device as a whole.
+    # Parameters that are kept on the host are sharded there, and need not fit onto the device unsharded.
     shard_device = torch.device("cpu") if isinstance(offload, CPUOffloadPolicy) else device
     _move_to(together, device, {parameter: shard_device for _, parameter, _ in managed})
     kinds: dict[tuple[torch.dtype, bool, Sharding], list[ShardedParam]] = {}

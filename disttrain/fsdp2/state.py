@@ -77,7 +77,7 @@ class ShardState:
         self.shared_comm: Comm | None = None
         """The one that other roots use as well, where the user wants it so."""
         self.scheduled: list[Unit] = []
-        """Where a schedule decides: this unit and those below."""
+        """If a schedule decides: this unit and those below."""
         self._forwards = Forwards()
         for module in self.modules:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
@@ -194,7 +194,7 @@ class ShardState:
         if is_outermost:
             note_values(self.groups)
         args, kwargs = self._cast_inputs(args, kwargs)
-        # Of calls within each other the outermost's inputs tell that the backward of all is over.
+        # Of nested calls, the inputs of the outermost one signal the end of the backward of all.
         is_first = (is_recomputation or unit.begins_with(module)) and is_outermost
         if torch.is_grad_enabled() and self.groups and is_first:
             args, kwargs = watch_inputs(self.post_backward, args, kwargs)
@@ -211,7 +211,7 @@ class ShardState:
                 context = self.become_root()
                 context.begin_forward()
         elif not model.is_in_forward:
-            # Called on its own, without the root: here, too, what was gathered may have been overwritten since.
+            # It is called on its own, without the root. Here, too, gathered parameters may be out of date.
             self.run(free_old(unit, written_to(self.groups) if unit.is_kept_unsharded else ()))
             if not (unit.is_kept_unsharded or context.structure.holds()):
                 context.root.become_root()
@@ -250,7 +250,7 @@ class ShardState:
             nonlocal num_outputs, num_watched
             num_outputs += 1
             num_watched += tensor.requires_grad
-            # A gathered parameter is freed later on: what a module returns of it must not go with it.
+            # Gathered parameters are freed later, so a module must not return their memory.
             tensor = tensor.clone() if any(group.holds(tensor) for group in self.groups) else tensor
             return self._watch_output(tensor, gathered) if grad_will_come else tensor
 

@@ -6,7 +6,7 @@ On GPUs they are Triton's. On CPUs, and for arguments that Triton's don't take, 
 
 from __future__ import annotations
 
-from disttrain.kernels.attention.choice import Choice, attention_choices
+from disttrain.kernels.attention.choice import AttentionChoice, attention_choices
 from disttrain.kernels.attention.operator import attention
 from disttrain.kernels.attention.rules import Alibi, Causal, Documents, Prefix, SlidingWindow, SoftCap
 from disttrain.kernels.cross_entropy.head import loss_from_head
@@ -25,7 +25,7 @@ __all__ = [
     "AdamW",
     "Alibi",
     "Causal",
-    "Choice",
+    "AttentionChoice",
     "Documents",
     "Float8Linear",
     "Float8Weight",

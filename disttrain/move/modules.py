@@ -120,4 +120,4 @@ PAGES = {
     "disttrain.checkpoint": "docs/differences.md#names-of-torchdistributedcheckpoint-that-are-not-here",
     "disttrain.process_group.functional": "docs/collectives.md",
 }
-"""Where each of ours says what it lacks."""
+"""The modules of ours that name what they lack."""

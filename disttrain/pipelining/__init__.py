@@ -4,8 +4,9 @@
     verify(lowered := lower(schedule))
     print(draw_text(simulate(lowered)))
 
-All of this does without torch. What is run needs it: models cut into stages, batches into microbatches, and backward
-passes into that for inputs and that for weights. Each name is fetched from its module when it is first used.
+All of this works without torch. What runs a pipeline needs it: models cut into stages, batches cut into microbatches,
+and backward passes cut into one for inputs and one for weights. Each name is fetched from its module when it is first
+used.
 """
 
 from __future__ import annotations

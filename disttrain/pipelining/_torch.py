@@ -20,10 +20,10 @@ from torch.utils._pytree import (
 )
 
 Structure = TreeSpec
-"""How a nest of values hangs together."""
+"""The structure of nested values."""
 
 Root = torch.Tensor | GradientEdge
-"""Where a backward begins."""
+"""The point at which a backward begins."""
 
 
 def run_backward(roots: Sequence[Root], grads: Sequence[torch.Tensor]) -> None:
@@ -34,7 +34,7 @@ def run_backward(roots: Sequence[Root], grads: Sequence[torch.Tensor]) -> None:
 def gradients_of(
     inputs: Sequence[torch.Tensor], roots: Sequence[Root], grads: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor | None, ...]:
-    """torch.autograd.grad, likewise; None for what has no part in it."""
+    """torch.autograd.grad, likewise; None for inputs that take no part."""
     return _engine_run_backward(tuple(roots), tuple(grads), False, False, tuple(inputs), True, accumulate_grad=False)
 
 
@@ -45,14 +45,14 @@ def edge_of(output: torch.Tensor) -> GradientEdge | None:
     if node is None and not output.requires_grad:
         return None
     if node is None or isinstance(node, torch._C._FunctionBase):
-        # Nodes written in Python are not kept by their Python objects, and leaves have none yet.
+        # The Python object of a node written in Python does not keep the node alive, and a leaf has no node yet.
         return get_gradient_edge(output)
     return GradientEdge(node, output.output_nr)
 
 
 @contextmanager
 def without_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Within, what `register_hook` has put on these tensors is not called."""
+    """Within it, hooks that `register_hook` has put on these tensors are not called."""
     hooks = [(tensor, tensor._backward_hooks) for tensor in tensors if tensor._backward_hooks]
     for tensor, _ in hooks:
         tensor._backward_hooks = None
@@ -64,12 +64,12 @@ def without_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def has_hooks(parameter: torch.Tensor) -> bool:
-    """True where somebody is called with, or after, each of its gradients."""
+    """True if a hook is called with, or after, each of its gradients."""
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeSpec]:
-    """The leaves of nested tuples, lists, dicts and registered classes, and what they hang on."""
+    """The leaves of nested tuples, lists, dicts and registered classes, and their structure."""
     return tree_flatten(tree, is_leaf)
 
 

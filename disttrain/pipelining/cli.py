@@ -15,7 +15,7 @@ from disttrain.pipelining.passes import lower
 from disttrain.pipelining.pictures import chrome_trace, draw_svg, draw_text
 from disttrain.pipelining.pictures.look import plural
 from disttrain.pipelining.pictures.table import compare_table
-from disttrain.pipelining.schedule.catalogue import RECIPES, find_recipe, make_schedule
+from disttrain.pipelining.schedule.catalogue import SCHEDULE_KINDS, find_schedule_kind, make_schedule
 from disttrain.pipelining.schedule.costs import Costs, Link
 from disttrain.pipelining.schedule.csv_form import from_csv, to_csv
 from disttrain.pipelining.schedule.schedule import Schedule
@@ -112,7 +112,7 @@ def _costs(options: argparse.Namespace) -> Costs:
 
 
 def _parser() -> Parser:
-    names = ", ".join("/".join((recipe.name, *recipe.aliases)) for recipe in RECIPES)
+    names = ", ".join("/".join((kind.name, *kind.aliases)) for kind in SCHEDULE_KINDS)
     parser = Parser(
         prog="python -m disttrain.pipelining",
         description="Show, compare, search and check pipeline schedules, before anything runs.",
@@ -161,9 +161,9 @@ def _add_costs(command: argparse.ArgumentParser) -> None:
 
 
 def _name(text: str) -> str:
-    """Refused before anything is worked out."""
+    """Refuses arguments before anything is computed."""
     try:
-        return find_recipe(text).name
+        return find_schedule_kind(text).name
     except ScheduleError as error:
         raise argparse.ArgumentTypeError(f"{error.problem} {error.remedy}") from None
 

@@ -1,8 +1,8 @@
 """A batch as microbatches, and their outputs as one again. Names are those of torch.distributed.pipelining.microbatch.
 
-All microbatches have one size: then the mean of their losses is that of the batch, and buffers for messages fit all.
-A batch that does not divide is refused; torch makes the first ones larger, and fewer of them where there are not
-enough rows.
+All microbatches have one size, so the mean of their losses is that of the batch, and all messages fit one buffer. A
+batch that does not divide is refused; torch makes the first ones larger, and fewer of them where there are not enough
+rows.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _spread(operation: str, name: str, value: Any, spec: Any) -> list[TensorChunkSpec | None]:
-    """One spec for each leaf of `value`: what stands for several is repeated."""
+    """One spec for each leaf of `value`: a spec for several leaves is repeated."""
     specs, structure = flatten(spec)
     try:
         parts = structure.flatten_up_to(value)

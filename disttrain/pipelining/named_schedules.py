@@ -11,7 +11,7 @@ import torch
 from disttrain.errors import ScheduleError
 from disttrain.pipelining.runtime.refusing import refusing
 from disttrain.pipelining.runtime.schedule_runtime import PipelineSchedule
-from disttrain.pipelining.schedule.catalogue import find_recipe, make_schedule
+from disttrain.pipelining.schedule.catalogue import find_schedule_kind, make_schedule
 from disttrain.pipelining.schedule.csv_form import from_csv
 from disttrain.pipelining.stage import PipelineStage, stages_of
 from disttrain.process_group.current import resolve_group
@@ -20,7 +20,7 @@ from disttrain.process_group.current import resolve_group
 class NamedSchedule(PipelineSchedule):
     """A schedule made by its name for as many ranks as the stages' group has. Arguments: as PipelineSchedule."""
 
-    recipe: ClassVar[str] = ""
+    schedule_name: ClassVar[str] = ""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class NamedSchedule(PipelineSchedule):
                     f"Cut the model into a multiple of {num_ranks}.",
                     rank=stage.group.world.rank,
                 )
-            schedule = make_schedule(self.recipe, num_ranks, n_microbatches, num_stages // num_ranks)
+            schedule = make_schedule(self.schedule_name, num_ranks, n_microbatches, num_stages // num_ranks)
         super().__init__(
             stages, schedule, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads, **options
         )
@@ -76,80 +76,80 @@ class PipelineScheduleMulti(NamedSchedule):
 class ScheduleGPipe(PipelineScheduleSingle):
     """All forwards, then all backwards (arXiv 1811.06965)."""
 
-    recipe = "GPipe"
+    schedule_name = "GPipe"
 
 
 class Schedule1F1B(PipelineScheduleSingle):
     """One forward, one backward, in turns (PipeDream-Flush, arXiv 2006.09503)."""
 
-    recipe = "1F1B"
+    schedule_name = "1F1B"
 
 
 class ScheduleInterleaved1F1B(PipelineScheduleMulti):
     """1F1B with several stages per rank (arXiv 2104.04473)."""
 
-    recipe = "Interleaved1F1B"
+    schedule_name = "Interleaved1F1B"
 
 
 class ScheduleLoopedBFS(PipelineScheduleMulti):
     """Several stages per rank, all microbatches through each before the next (arXiv 2211.05953)."""
 
-    recipe = "LoopedBFS"
+    schedule_name = "LoopedBFS"
 
 
 class ScheduleZBH1(PipelineScheduleSingle):
     """1F1B that fills its bubble with gradients of weights, at no more memory (arXiv 2401.10241)."""
 
-    recipe = "ZB-H1"
+    schedule_name = "ZB-H1"
 
 
 class ScheduleZBH2(PipelineScheduleSingle):
     """The same without a bubble, at twice the memory (arXiv 2401.10241)."""
 
-    recipe = "ZB-H2"
+    schedule_name = "ZB-H2"
 
 
 class ScheduleInterleavedZeroBubble(PipelineScheduleMulti):
     """Interleaved 1F1B whose gradients of weights wait (arXiv 2401.10241)."""
 
-    recipe = "InterleavedZeroBubble"
+    schedule_name = "InterleavedZeroBubble"
 
 
 class ScheduleZBVZeroBubble(PipelineScheduleMulti):
     """No bubble at 1F1B's memory: two stages per rank, placed there and back (arXiv 2401.10241)."""
 
-    recipe = "ZBVZeroBubble"
+    schedule_name = "ZBVZeroBubble"
 
 
 class ScheduleVHalf(PipelineScheduleMulti):
     """Half of 1F1B's memory (arXiv 2405.15362)."""
 
-    recipe = "V-Half"
+    schedule_name = "V-Half"
 
 
 class ScheduleVMin(PipelineScheduleMulti):
     """A third of 1F1B's memory (arXiv 2405.15362)."""
 
-    recipe = "V-Min"
+    schedule_name = "V-Min"
 
 
 class ScheduleDualPipeV(PipelineScheduleMulti):
     """Forwards and backwards side by side (DeepSeek-V3, arXiv 2412.19437, cut to a V)."""
 
-    recipe = "DualPipeV"
+    schedule_name = "DualPipeV"
 
 
 class ScheduleForwardOnly(PipelineScheduleMulti):
     """For inference: `step` and `eval` are the same."""
 
-    recipe = "ForwardOnly"
+    schedule_name = "ForwardOnly"
 
 
 _CLASSES: dict[str, type[NamedSchedule]] = {
-    cls.recipe: cls
+    cls.schedule_name: cls
     for kind in (PipelineScheduleMulti, PipelineScheduleSingle)
     for cls in kind.__subclasses__()
-    if cls.recipe
+    if cls.schedule_name
 }
 
 
@@ -158,7 +158,7 @@ def get_schedule_class(schedule_name: str) -> type[NamedSchedule]:
 
     Raises: ScheduleError with the names there are.
     """
-    return _CLASSES[find_recipe(schedule_name).name]
+    return _CLASSES[find_schedule_kind(schedule_name).name]
 
 
 class _PipelineScheduleRuntime(PipelineScheduleMulti):
@@ -168,8 +168,9 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         self._given = (stages, n_microbatches, args, kwargs)
 
     def _load_csv(self, filename: str, format: str = "compute_only") -> None:
-        """Take the schedule in a file of computations, or, with "compute_comms", of messages as well: those are made
-        anew. Raises ScheduleError for a file of another number of microbatches, or that is no schedule."""
+        """Takes the schedule from a file of computations, or, with "compute_comms", of computations and messages;
+        messages are made again. Raises ScheduleError for a file of another number of microbatches, or that is no
+        schedule."""
         stages, num_microbatches, args, kwargs = self._given
         if format not in ("compute_only", "compute_comms"):
             raise ScheduleError("_load_csv", f"format={format!r} is unknown.", "It is compute_only or compute_comms.")

@@ -108,7 +108,7 @@ class PipelineStage:
         Raises: ScheduleError when no parameter has one, and nobody has said which it is.
         """
         if self._get_mesh is not None:
-            # torch's callbacks take a layout as well, or None, by which a mesh may be told apart.
+            # torch's callbacks also take a layout, or None, which may distinguish meshes.
             takes_layout = len(inspect.signature(self._get_mesh).parameters) > 1
             return self._get_mesh(axis_names, None) if takes_layout else self._get_mesh(axis_names)
         tensors: list[torch.Tensor] = list(self.submod.parameters())

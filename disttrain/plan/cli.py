@@ -13,7 +13,7 @@ from disttrain.console import write
 from disttrain.doctor.links import read_links
 from disttrain.errors import DisttrainError, ScheduleError, SettingError
 from disttrain.pipelining.pictures import draw_svg
-from disttrain.pipelining.schedule.catalogue import find_recipe
+from disttrain.pipelining.schedule.catalogue import find_schedule_kind
 from disttrain.plan.job import AXES, MIXED, PURE, Choice, Job, MeshSizes
 from disttrain.plan.model.sizes import PRESETS, read_sizes
 from disttrain.plan.report import as_json, as_text
@@ -191,7 +191,7 @@ def _positive(text: str) -> float:
 def _schedule(text: str) -> str:
     """Refused before anything is worked out."""
     try:
-        name = find_recipe(text).name
+        name = find_schedule_kind(text).name
         if name == "ForwardOnly":
             raise argparse.ArgumentTypeError("ForwardOnly trains nothing")
         return name

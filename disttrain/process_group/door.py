@@ -16,7 +16,7 @@ from disttrain.process_group.watching.observer import Call, How
 from disttrain.process_group.work import CallArguments, TransportWork, Work
 
 REFUSALS = (BackendError, ShapeError)
-"""What a backend raises itself, before its transport has heard of the call."""
+"""Errors that a backend raises itself, before its transport gets the call."""
 
 
 def parts_of(received_rows: Sequence[int], sent_rows: Sequence[int]) -> How:

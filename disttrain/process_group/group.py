@@ -26,7 +26,7 @@ from disttrain.process_group.work import Work
 from disttrain.store import PrefixStore
 
 DROPPED_S: Final = 5.0
-"""How long groups that are destroyed wait for collectives whose handles nobody has, all of a world's together."""
+"""The time that destroyed groups of a world together wait for collectives whose handles are gone."""
 
 
 class ProcessGroup:
@@ -77,15 +77,15 @@ class ProcessGroup:
         self._connecting = ""
         self._is_destroyed = False
         self.callable: Any = None
-        """What has the methods of torch's groups, once one of them was asked for (`beside/torch_methods.py`)."""
+        """An object with the methods of torch's groups, once one of them was used (`beside/torch_methods.py`)."""
         self.torch_group: Any = None
         """torch's ProcessGroup over the same transports, if there is one."""
         self.registration: TorchRegistration | None = None
-        """What torch knows of the group, if it was told."""
+        """torch's own object for the group, if it has one."""
         self.mail: Any = None
-        """How pipelines over this group send messages, once there is one (`pipelining/runtime/messages.py`)."""
+        """The messages of pipelines over this group, once there is a pipeline (`pipelining/runtime/messages.py`)."""
         self.transfer_cost: Any = None
-        """What a gather over it takes, once it has been measured (`fsdp2/transfers/measuring.py`)."""
+        """The cost of a gather over it, once it has been measured (`fsdp2/transfers/measuring.py`)."""
         self.costs_of_mesh: dict[Any, Any] = {}
         """As all ranks of a mesh know it along both axes, of which this is the first; by the ranks of the second."""
         self.peer_memory: Any = None

@@ -20,13 +20,13 @@ from typing import IO, Final
 from disttrain.settings import environment
 
 _ANSWER_S: Final = 100.0
-"""How long the parent may take for an answer: before the first one it loads torch, beside whatever the machine does."""
+"""The time that the parent may take for an answer. Before the first one it loads torch, perhaps on a busy machine."""
 
 _END_S: Final = 10.0
-"""How long it may take to end its workers and itself."""
+"""The time that it may take to end its workers and itself."""
 
 _MODULES_BYTES: Final = 1 << 15
-"""What faulthandler's list of modules may take."""
+"""The bytes that faulthandler's list of modules may take."""
 
 FRAME: Final = struct.Struct(">Bqq")
 """A request to the parent, or its answer: what is done, the request's number, and the worker's pid."""

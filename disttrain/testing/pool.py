@@ -16,9 +16,9 @@ from disttrain.testing.forks import RankParent, RankParents, tail
 from disttrain.testing.frames import read_frame, write_frame
 
 _GRACE_S = 10.0
-"""How long the other ranks may go on after one has failed."""
+"""The time that the other ranks may go on after one has failed."""
 _START_S = 100.0
-"""How long a worker may take to load torch, beside whatever else the machine does."""
+"""The time that a worker may take to load torch on a busy machine."""
 
 _NUM_PARENTS = 2
 """Interpreters that workers are forked from. Each has a hash seed of its own: ranks that go by the order of a set of

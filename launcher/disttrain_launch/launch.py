@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
 import shutil
@@ -10,44 +9,25 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
-from disttrain import __version__, settings
-from disttrain.errors import DisttrainError, LaunchError, StoreAddressError
-from disttrain.store import (
-    HashStore,
-    ServerProcess,
-    Store,
-    TCPStore,
-    read_token,
-    spawn_server,
-    write_token,
-)
-from disttrain.store.standby.elector import Elector
-from disttrain_launch.output.event_log import EventLog
+from disttrain import settings
+from disttrain.errors import DisttrainError, LaunchError
 from disttrain_launch.output.events import Record, cause_of
 from disttrain_launch.output.report import ending
 from disttrain_launch.output.screen import Outlet
-from disttrain_launch.output.telling import Connect, Telling
+from disttrain_launch.output.telling import Telling
 from disttrain_launch.output.view import JobState
-from disttrain_launch.rendezvous.leading import first_leader, has_standby, successor
-from disttrain_launch.rendezvous.link import JobLink
-from disttrain_launch.rendezvous.node0 import Leader, Say, connect
+from disttrain_launch.rendezvous.node0 import Leader, Say
 from disttrain_launch.rendezvous.part import take_part
-from disttrain_launch.rendezvous.rounds import Node
-from disttrain_launch.rendezvous.standby import Standby
-from disttrain_launch.rendezvous.sweeping import Sweeper
-from disttrain_launch.request.addresses import LOOPBACK, is_loopback, is_ours
-from disttrain_launch.request.handed_token import STDIN, read_handed_token
 from disttrain_launch.request.job import NOT_STARTED, OPERATION, JobSpec
-from disttrain_launch.request.whereabouts import Address, leave_note
+from disttrain_launch.session import Session
 from disttrain_launch.workers.agent import Agent
 from disttrain_launch.workers.board import Board
 from disttrain_launch.workers.dumps import dump_folder, ring_folder, with_dump_folder
-from disttrain_launch.workers.environment import Meeting
 from disttrain_launch.workers.outcome import Interrupted, Outcome, signal_name
 from disttrain_launch.workers.signals import SignalPipe, SignalStop
 from disttrain_launch.workers.warden import Warden
@@ -55,19 +35,9 @@ from disttrain_launch.workers.warden import Warden
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  what we make there is new, and ours alone
 
 _LEAVE_S = 2.0
-"""How long a node that goes before the end waits for node 0's answer."""
-
-_SUCCESSION_S = 10.0
-"""How much longer a node bears with a store that does not answer where a standby may be about to take its place."""
+"""The time that a node which leaves before the end waits for node 0's answer."""
 
 _SAY_MS = 1000
-
-_LINGER_S = 1.0
-"""How long the store serves peers after this node has left: they may still be reading that it is over."""
-
-
-Leads = Callable[[], Leader | None]
-"""Who leads the job on this node, as far as that is known when it is called."""
 
 
 def run(spec: JobSpec) -> int:
@@ -95,25 +65,26 @@ def run(spec: JobSpec) -> int:
         try:
             try:
                 host = socket.gethostname()
-                meeting, link, leads, connect = _meet(spec, cleanup, folder, name, host)
-                cleanup.callback(_join, leads)
+                session = Session(spec, folder, name, host, _sayer(spec))
+                cleanup.callback(session.close)
+                session.open()
                 board = Board(folder, spec.num_local_workers)
                 agent = Agent(
                     spec,
                     name=name,
                     host=host,
                     environ=environ,
-                    meeting=meeting,
+                    meeting=session.meeting,
                     signals=signals,
                     warden=warden,
-                    link=link,
+                    link=session.link,
                     board=board,
-                    has_table=leads() is not None,
+                    has_table=session.leader is not None,
                 )
-                telling = Telling(connect, name, board, lambda: _job_of(leads()), agent.feed)
+                telling = Telling(session.reach, name, board, lambda: _job_of(session.leader), agent.feed)
                 telling.start()
                 cleanup.callback(telling.stop)
-                return _take_part(spec, agent, link, leads, signals, environ, host, folder)
+                return _take_part(spec, agent, session, signals, environ, host, folder)
             finally:
                 signals.interrupts = False  # What follows is the clean-up.
         except SignalStop as stop:
@@ -124,14 +95,13 @@ def run(spec: JobSpec) -> int:
 def _take_part(
     spec: JobSpec,
     agent: Agent,
-    link: JobLink,
-    leads: Leads,
+    session: Session,
     signals: SignalPipe,
     environ: Mapping[str, str],
     host: str,
     folder: Path,
 ) -> int:
-    started_s = time.time()
+    started_s, link = time.time(), session.link
     try:
         done = take_part(spec, agent, link, signals, _sayer(spec))
     except SignalStop as stop:
@@ -139,14 +109,14 @@ def _take_part(
         interrupted = Interrupted(stop.number, spec.node_rank or 0, host)
         link.ended(agent.round, interrupted)
         link.stopped(agent.round)
-        _hear_the_end(link, _patience_s(spec, leads()))
-        _log_end(leads(), interrupted.exit_code, cause_of(interrupted))
+        _hear_the_end(session, spec)
+        _log_end(session.leader, interrupted.exit_code, cause_of(interrupted))
         raise
     except (DisttrainError, OSError) as error:
-        _hear_the_end(link, _patience_s(spec, leads()))
-        _log_end(leads(), NOT_STARTED, {"kind": "not started", "reason": str(error)})
+        _hear_the_end(session, spec)
+        _log_end(session.leader, NOT_STARTED, {"kind": "not started", "reason": str(error)})
         raise
-    leader = leads()
+    leader = session.leader
     dumps = dump_folder(environ, max(agent.round, 0))
     # Dumps in a folder that the user named are there for node 0 as well, or are kept there.
     has_story = leader is not None or folder in dumps.parents
@@ -189,139 +159,15 @@ def _log_end(leader: Leader | None, exit_code: int, cause: Record, verdict: Mapp
     leader.log("job_ended", exit_code=exit_code, cause=cause)
 
 
-def _join(leads: Leads) -> None:
-    if (leader := leads()) is not None:
-        leader.join()
-
-
 def _job_of(leader: Leader | None) -> JobState | None:
     return None if leader is None else leader.job
 
 
-def _patience_s(spec: JobSpec, leader: Leader | None) -> float:
-    # The others' store goes with this node where it leads: they stop their workers first.
-    return _LEAVE_S if leader is None else _LEAVE_S + spec.shutdown_timeout_s
-
-
-def _hear_the_end(link: JobLink, patience_s: float) -> None:
+def _hear_the_end(session: Session, spec: JobSpec) -> None:
     """This node goes; node 0 has a moment to take note, so that the others don't have to miss it."""
-    link.wait_for_end(patience_s)
-    link.leave()
-
-
-def _meet(
-    spec: JobSpec, cleanup: ExitStack, folder: Path, agent: str, host: str
-) -> tuple[Meeting, JobLink, Leads, Connect]:
-    """Start or find the job's store and meet the other nodes there; `cleanup` lets go of it.
-
-    Returns also who leads the job on this node, if anybody does by then, and how to reach the store into which others
-    look.
-    """
-    say = _sayer(spec)
-    token_file, token = _token(spec, folder)
-    store_addr, store_port = spec.master_addr, spec.master_port
-    server = _serve(spec, token)
-    if server is not None:
-        cleanup.callback(server.close)
-        # This node's own way to it, whatever others call it.
-        store_addr, store_port = server.host if is_loopback(server.host) else LOOPBACK, server.port
-    store: Store
-    # Where nobody else takes part the workers' store need not be asked.
-    store = connect(spec, store_addr, store_port, token, say) if spec.num_nodes > 1 else HashStore()
-    cleanup.callback(store.close)
-    if isinstance(store, TCPStore) and has_standby(spec):
-        elector = Elector(store)
-        elector.start()
-        cleanup.callback(elector.close)
-    node = _node(spec, agent, host)
-
-    def reach() -> AbstractContextManager[Store]:
-        if spec.num_nodes > 1:
-            return nullcontext(store)
-        return closing(TCPStore(store_addr, store_port, is_master=False, token=token))
-
-    begun = Sweeper(reach).begun
-    server_fd = None
-    if server is not None and spec.num_nodes == 1:
-        server_fd = os.pidfd_open(server.pid)
-        cleanup.callback(os.close, server_fd)
-    leader = standby = None
-    if server is not None:
-        events = EventLog(spec.logs.event_file)
-        cleanup.callback(events.close)
-        leader = first_leader(spec, store, node, events.write, say, begun)
-        leader.log("job_started", **_about(spec, node))
-        leader.start()
-    elif isinstance(store, TCPStore) and has_standby(spec):
-        standby = Standby(spec, store, agent, token, successor(spec, store, node, say, begun), say)
-        standby.start()
-        cleanup.callback(standby.close)
-
-    def leads() -> Leader | None:
-        return leader if standby is None else standby.leader
-
-    where = f"{spec.master_addr}:{store_port}"
-    max_missed_beats = spec.max_missed_beats + (math.ceil(_SUCCESSION_S / spec.beat_s) if has_standby(spec) else 0)
-    link = JobLink(store, where, node, beat_s=spec.beat_s, max_missed_beats=max_missed_beats)
-    addresses = (lambda: store.addresses) if isinstance(store, TCPStore) else None
-    meeting = Meeting(store_addr, store_port, token_file, spec.master_addr, addresses, server_fd)
-    leave_note(folder, Address(meeting.endpoint, str(token_file.absolute()) if token_file is not None else ""))
-    return meeting, link, leads, reach
-
-
-def _token(spec: JobSpec, folder: Path) -> tuple[Path | None, str | None]:
-    if spec.token_file == STDIN:
-        return folder / "token", write_token(folder / "token", read_handed_token(spec.join_timeout_s))
-    if spec.token_file is not None:
-        return spec.token_file, read_token(spec.token_file)
-    if spec.num_nodes > 1:
-        return None, None
-    return folder / "token", write_token(folder / "token")
-
-
-def _serve(spec: JobSpec, token: str | None) -> ServerProcess | None:
-    """The store's server, where it is for this node to start it; None where another does."""
-    is_called = spec.node_rank is None
-    if spec.node_rank not in (0, None) or (is_called and not is_ours(spec.master_addr)):
-        return None
-    listen_addr = "" if spec.num_nodes > 1 else LOOPBACK
-    if is_loopback(spec.master_addr):
-        listen_addr = spec.master_addr
-    try:
-        return spawn_server(listen_addr, spec.master_port, token, linger_s=_LINGER_S)
-    except StoreAddressError as error:
-        if is_called:
-            return None  # Another launcher on this machine was first.
-        where = f"{listen_addr or '*'}:{spec.master_port}"
-        raise LaunchError(OPERATION, f"the store cannot listen on {where}: {error.problem}", error.remedy) from None
-
-
-def _node(spec: JobSpec, agent: str, host: str) -> Node:
-    terms = spec.terms
-    return Node(
-        agent=agent,
-        node_rank=spec.node_rank,
-        num_nodes=f"{terms.min_nodes}:{terms.max_nodes}" if terms.is_elastic else str(terms.max_nodes),
-        num_local_workers=spec.num_local_workers,
-        version=__version__,
-        run_id=spec.run_id,
-        digest=spec.digest,
-        host=host,
-        keep_alive=f"{spec.beat_s:g} s and {spec.max_missed_beats}",
-        stop_s=spec.stop_s,
-    )
-
-
-def _about(spec: JobSpec, node: Node) -> dict[str, str | int]:
-    """The job's facts for the event log: not its arguments, since there may be secrets in them."""
-    return {
-        "job": spec.run_id,
-        "version": node.version,
-        "nodes": node.num_nodes,
-        "max_restarts": spec.max_restarts,
-        "host": node.host,
-        "pid": os.getpid(),
-    }
+    # The others' store goes with this node where it leads: they stop their workers first.
+    session.link.wait_for_end(_LEAVE_S if session.leader is None else _LEAVE_S + spec.shutdown_timeout_s)
+    session.link.leave()
 
 
 def _temporary_directory() -> str:

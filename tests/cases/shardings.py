@@ -17,7 +17,7 @@ from tests.cases.dtensors import check_parts
 
 MESHES = ((3,), (2, 2), (1, 3))
 
-Choice = tuple[tuple[Placement, ...], ...]
+Assignment = tuple[tuple[Placement, ...], ...]
 """Per operand, a placement per mesh axis."""
 
 
@@ -37,7 +37,7 @@ def check(
     of placements per mesh; with `gradients`, those of the operands of floats too."""
     expected, wanted_gradients = _evaluated(function, operands, gradients)
 
-    def body(mesh_shape: tuple[int, ...], choices: list[Choice]) -> None:
+    def body(mesh_shape: tuple[int, ...], choices: list[Assignment]) -> None:
         mesh = mesh_of(mesh_shape)
         for choice in choices:
             given = [laid_out(operand, mesh, placements) for operand, placements in zip(operands, choice, strict=True)]
@@ -59,7 +59,7 @@ def check(
 
 def chosen(
     operands: Sequence[torch.Tensor], num_axes: int, num_choices: int, may_be_partial: bool = True
-) -> list[Choice]:
+) -> list[Assignment]:
     """All choices of placements, or as many as are wanted, drawn from a fixed seed."""
     kinds: list[list[tuple[Placement, ...]]] = []
     for operand in operands:

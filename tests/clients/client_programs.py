@@ -1,28 +1,29 @@
-"""What libraries make of a job of two ranks that disttrain, or torch, has begun: arguments `torch|disttrain NAME,...`.
+"""What libraries make of two ranks of torch's, and of two of disttrain's: arguments `NAME,... FOLDER`.
 
-Rank 0 prints lists of numbers, by name.
+It loads the libraries, which takes seconds, and forks the four ranks. Prints lists of numbers, by name, of each rank 0.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import sys
 import tempfile
+import traceback
 import warnings
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
-warnings.simplefilter("ignore")
-if sys.argv[1] == "torch":
-    import torch.distributed as dist
+import disttrain
 
-    dist.init_process_group("gloo")
-else:
-    import disttrain as dist  # type: ignore[no-redef]
+NUM_RANKS = 2
 
-    dist.init_process_group()
-RANK = dist.get_rank()
+
+def rank_here() -> int:
+    return int(os.environ["RANK"])
 
 
 def trainer() -> list[float]:
@@ -66,7 +67,7 @@ def accelerated() -> list[float]:
         accelerator.backward(model(batch).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-    gathered = accelerator.gather(torch.tensor([float(RANK)])).tolist()
+    gathered = accelerator.gather(torch.tensor([float(rank_here())])).tolist()
     return [*gathered, *(float(parameter.detach().sum()) for parameter in model.parameters())]
 
 
@@ -74,8 +75,8 @@ def metrics() -> list[float]:
     from torchmetrics import MeanMetric, MeanSquaredError
 
     mean, error = MeanMetric(), MeanSquaredError()
-    mean.update(torch.tensor([RANK * 10.0, 1.0]))
-    error.update(torch.tensor([1.0 + RANK]), torch.tensor([0.0]))
+    mean.update(torch.tensor([rank_here() * 10.0, 1.0]))
+    error.update(torch.tensor([1.0 + rank_here()]), torch.tensor([0.0]))
     return [float(mean.compute()), float(error.compute())]
 
 
@@ -105,7 +106,7 @@ def adapters() -> list[float]:
     optimizer = torch.optim.SGD(trained, lr=0.01)
     for _ in range(2):
         optimizer.zero_grad()
-        parallel(torch.ones(1, 4) * (RANK + 1)).square().sum().backward()
+        parallel(torch.ones(1, 4) * (rank_here() + 1)).square().sum().backward()
         optimizer.step()
     return [float(parameter.detach().sum()) for parameter in trained]
 
@@ -113,7 +114,7 @@ def adapters() -> list[float]:
 def ddp() -> list[float]:
     model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     for _ in range(2):
-        model(torch.arange(8.0).view(2, 4) * (RANK + 1)).square().sum().backward()
+        model(torch.arange(8.0).view(2, 4) * (rank_here() + 1)).square().sum().backward()
     gradients = [float(parameter.grad.sum()) for parameter in model.parameters()]
     return [*gradients, *(float(buffer.double().sum()) for buffer in model.buffers())]
 
@@ -128,12 +129,61 @@ def sync_batch_norm() -> list[float]:
     return [-1.0]
 
 
-FUNCTIONS = (trainer, accelerated, metrics, loader, adapters, ddp, sync_batch_norm)
-found = {}
-for function in FUNCTIONS:
-    if function.__name__ in sys.argv[2].split(","):
+FUNCTIONS: dict[Callable[[], list[float]], tuple[str, ...]] = {
+    trainer: ("transformers.models.llama.modeling_llama", "transformers.trainer"),
+    accelerated: ("accelerate",),
+    metrics: ("torchmetrics",),
+    loader: ("torchdata.stateful_dataloader.sampler",),
+    adapters: ("peft",),
+    ddp: (),
+    sync_batch_norm: (),
+}
+"""With what they load."""
+
+
+def run_rank(library: str, rank: int, functions: list[Callable[[], list[float]]], folder: str) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(NUM_RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT="1"
+    )
+    meeting = f"file://{folder}/{library}"
+    if library == "torch":
+        torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=NUM_RANKS)
+    else:
+        disttrain.init_process_group(init_method=meeting, rank=rank, world_size=NUM_RANKS)
+    found = {}
+    for function in functions:
         torch.manual_seed(0)
         found[function.__name__] = function()
-if RANK == 0:
-    print("found", json.dumps(found))
-dist.destroy_process_group()
+    if rank == 0:
+        print(json.dumps([library, found]), flush=True)
+    (torch.distributed if library == "torch" else disttrain).destroy_process_group()
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    names, folder = sys.argv[1].split(","), sys.argv[2]
+    functions = [function for function in FUNCTIONS if function.__name__ in names]
+    for function in functions:
+        for module in FUNCTIONS[function]:
+            importlib.import_module(module)
+    pids = []
+    for library in ("torch", "disttrain"):
+        for rank in range(NUM_RANKS):
+            pid = os.fork()
+            if not pid:
+                code = 1
+                try:
+                    run_rank(library, rank, functions, folder)
+                    code = 0
+                except Exception:  # noqa: BLE001  -- told to whoever reads stderr
+                    traceback.print_exc()
+                finally:
+                    sys.stderr.flush()
+                    os._exit(code)
+            pids.append(pid)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    sys.exit(any(codes))
+
+
+if __name__ == "__main__":
+    main()

@@ -17,6 +17,16 @@ def all_infos() -> Sequence[OpInfo]:
     return op_db
 
 
+def title(info: OpInfo) -> str:
+    """Its name, and that of its variant."""
+    return f"{info.name} {info.variant_test_name}".strip()
+
+
+def indices_of(names: Sequence[str]) -> list[int]:
+    """Where in `all_infos()` those called so are, with or without the name of their variant."""
+    return [index for index, info in enumerate(all_infos()) if info.name in names or title(info) in names]
+
+
 def info_named(name: str) -> OpInfo:
-    """The first of this name, whatever its variant."""
-    return next(info for info in all_infos() if info.name == name)
+    """The first of this name, with or without that of its variant."""
+    return all_infos()[indices_of([name])[0]]

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -26,6 +26,7 @@ from disttrain.dtensor.spec.shard_sizes import is_permuted
 from disttrain.errors import CollectiveMismatchError, LayoutError
 from disttrain.testing import run_threads
 from tests.dtensor_ops.cases import MESHES, Case, calls_of, cases_of, num_parts, plain_result, run_call
+from tests.dtensor_ops.infos import title
 
 VERDICTS = ("right", "refused", "crashes", "differs", "hangs", "wrong")
 """From best to worst; an operator's verdict is that of its worst case."""
@@ -115,6 +116,11 @@ class _NoticesRandom(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def hanging(info: OpInfo, text: str) -> Outcome:
+    """The outcome of an operator whose judge did not come back."""
+    return Outcome(title(info), 1, set(), [("hangs", text)])
+
+
 def judge(info: OpInfo) -> Outcome:
     """Try all cases of the operator; once more with implicit replication where torch composes it of plain tensors."""
     outcome = _judged(info, is_implicit=False)
@@ -126,7 +132,7 @@ def judge(info: OpInfo) -> Outcome:
 
 
 def _judged(info: OpInfo, is_implicit: bool) -> Outcome:
-    outcome = Outcome(f"{info.name} {info.variant_test_name}".strip())
+    outcome = Outcome(title(info))
     _unlock_cached_properties()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -343,10 +349,3 @@ def _leaves(values: Any) -> list[Any]:
 
 def _described(value: Any) -> str:
     return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else repr(value)
-
-
-def named_infos(infos: Sequence[OpInfo], names: Sequence[str]) -> Iterator[OpInfo]:
-    """The OpInfos called so, with or without the name of their variant."""
-    for info in infos:
-        if info.name in names or f"{info.name} {info.variant_test_name}".strip() in names:
-            yield info

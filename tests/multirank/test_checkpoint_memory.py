@@ -71,13 +71,16 @@ def files_named(root: Path, name: str, step: int) -> list[Path]:
     return sorted(root.glob(f"node-*/*/step-{step:08d}.*/{name}"))
 
 
-@pytest.mark.parametrize("lost", [0, 1, 2])
-def test_any_one_node_may_be_lost(rank_pool: RankPool, tmp_path: Path, lost: int) -> None:
+def test_any_one_node_may_be_lost(rank_pool: RankPool, tmp_path: Path) -> None:
     rank_pool.run(3, save_steps, {"root": str(tmp_path), "steps": [1, 2, 3]})
     assert len(files_named(tmp_path, "rank-00001.safetensors", 3)) == 2
     shutil.rmtree(tmp_path / "disk")
-    shutil.rmtree(tmp_path / f"node-{lost}")
-    assert rank_pool.run(3, load_newest, {"root": str(tmp_path)}) == [[3, []]] * 3
+    for lost in range(3):
+        node, elsewhere = tmp_path / f"node-{lost}", tmp_path / "lost"
+        node.rename(elsewhere)
+        assert rank_pool.run(3, load_newest, {"root": str(tmp_path)}) == [[3, []]] * 3
+        shutil.rmtree(node, ignore_errors=True)  # which the load may have made again
+        elsewhere.rename(node)
 
 
 @pytest.mark.parametrize("num_ranks", [[2, 1], [1, 2], [1, 1, 1]])
@@ -132,7 +135,7 @@ def test_a_flipped_bit_leads_to_the_other_copy_and_then_to_the_disk(
 def test_of_a_step_that_is_saved_again_the_later_save_counts(rank_pool: RankPool, tmp_path: Path) -> None:
     """Whichever has the larger ID: the saves on the disk are taken away, as by somebody who goes back."""
     arguments = {"root": str(tmp_path)}
-    for _ in range(4):
+    for _ in range(2):
         rank_pool.run(2, save_steps, {**arguments, "steps": [1, 3]})
         shutil.rmtree(tmp_path / "disk")
         rank_pool.run(2, save_steps, {**arguments, "steps": [2]})

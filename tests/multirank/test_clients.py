@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
+import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.surroundings.launching import launched
-
 if TYPE_CHECKING:
     from tests.forkserver.process import ForkServer
 
 PROGRAM = Path(__file__).parents[1] / "clients" / "client_programs.py"
-
-
-def _found(implementation: str, names: str, server: ForkServer) -> dict[str, list[float]]:
-    output = launched(2, "--no-fold", PROGRAM, implementation, names, server=server).stdout
-    (line,) = re.findall(r"found (\{.*\})", output)
-    found: dict[str, list[float]] = json.loads(line)
-    return found
 
 
 @pytest.mark.parametrize(
@@ -33,11 +25,16 @@ def _found(implementation: str, names: str, server: ForkServer) -> dict[str, lis
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_they_come_to_what_they_do_with_torch(names: str, needs: list[str], fork_server: ForkServer) -> None:
+def test_they_come_to_what_they_do_with_torch(
+    names: str, needs: list[str], fork_server: ForkServer, tmp_path: Path
+) -> None:
     for library in needs:
-        pytest.importorskip(library)
-    found = _found("disttrain", names, fork_server)
-    expected = _found("torch", names, fork_server)
+        if find_spec(library) is None:
+            pytest.skip(f"there is no {library} here")
+    run = fork_server.run(PROGRAM, names, str(tmp_path), environ=os.environ)
+    assert run.returncode == 0, run.stderr
+    results = dict(json.loads(line) for line in run.stdout.splitlines() if line.startswith("["))
+    found, expected = results["disttrain"], results["torch"]
     assert found.keys() == expected.keys() == set(names.split(","))
     for name, numbers in found.items():
         assert numbers == pytest.approx(expected[name], rel=1e-5), name

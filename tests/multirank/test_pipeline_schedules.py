@@ -15,7 +15,7 @@ from torch.distributed.pipelining import schedules as theirs
 import disttrain
 from disttrain.errors import ScheduleError
 from disttrain.pipelining import Costs, Schedule, from_csv, make_schedule, search
-from disttrain.pipelining.schedule.catalogue import RECIPES
+from disttrain.pipelining.schedule.catalogue import SCHEDULE_KINDS
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.cases.pipelines import Case, assert_same_state, close, mlp, rows, run_rank, run_whole, same_as_whole
 
@@ -23,7 +23,7 @@ from tests.cases.pipelines import Case, assert_same_state, close, mlp, rows, run
 def _all() -> list[Schedule]:
     """Of each kind, for all counts that it can be for."""
     found = []
-    names = [recipe.name for recipe in RECIPES if recipe.name != "ForwardOnly"]
+    names = [kind.name for kind in SCHEDULE_KINDS if kind.name != "ForwardOnly"]
     for name, num_ranks, per_rank, num in itertools.product(names, (2, 3, 4), (1, 2), (4, 8, 9)):
         try:
             found.append(make_schedule(name, num_ranks, num, per_rank))
@@ -47,7 +47,7 @@ def test_every_schedule(schedule: Schedule) -> None:
 
 
 def test_there_are_all() -> None:
-    assert {schedule.name for schedule in _all()} == {recipe.name for recipe in RECIPES} - {"ForwardOnly"}
+    assert {schedule.name for schedule in _all()} == {kind.name for kind in SCHEDULE_KINDS} - {"ForwardOnly"}
 
 
 @pytest.mark.parametrize("max_bytes", [3.0, float("inf")])

@@ -13,13 +13,13 @@ import disttrain
 from disttrain.dtensor.dispatch import dispatch
 from disttrain.dtensor.rules import pointwise
 from disttrain.errors import LayoutError
-from tests.dtensor_ops.infos import all_infos
-from tests.dtensor_ops.judge import Outcome, judge, named_infos
+from tests.dtensor_ops.infos import all_infos, info_named, title
+from tests.dtensor_ops.judge import Outcome, judge
 from tests.dtensor_ops.page import MEANINGS, page
 
 
 def judged(name: str) -> Outcome:
-    return judge(next(named_infos(all_infos(), [name])))
+    return judge(info_named(name))
 
 
 SAMPLED = (
@@ -113,7 +113,7 @@ def test_the_page_lists_every_operator_of_torch() -> None:
     """Made by the command anew when torch's operators change; what is worse than refused may not stay."""
     text = PAGE.read_text()
     totals, others, wholes, everything = (rows_of(text, heading) for heading in HEADINGS)
-    names = sorted(f"{info.name} {info.variant_test_name}".strip() for info in all_infos())
+    names = sorted(title(info) for info in all_infos())
     assert [cells[0] for cells in everything] == names
     counted = Counter(cells[1] for cells in everything)
     assert {cells[0]: int(cells[1]) for cells in totals} == {verdict: counted[verdict] for verdict in MEANINGS}

@@ -11,9 +11,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from disttrain.dtensor.rules import Rule, all_replicated, pointwise
 from tests.dtensor_ops.infos import info_named
-from tests.dtensor_rules import signatures
-from tests.dtensor_rules.judge import NUMS_RANKS
-from tests.dtensor_rules.summary import Summary, judged
+from tests.dtensor_ops.rules import signatures
+from tests.dtensor_ops.rules.judge import NUMS_RANKS
+from tests.dtensor_ops.rules.summary import Summary, judged
 
 SAMPLED = (
     "addmv",
@@ -31,9 +31,11 @@ SAMPLED = (
     "sort",
     "var",
 )
-"""A few of each family; `python -m tests.dtensor_rules` tries them all."""
+"""A few of each family; `python -m tests.dtensor_ops --rules` tries them all."""
 
 
+MAX_CALLS = 3
+"""Of each operator."""
 _SEEN: Counter[str] = Counter()
 """The calls that some test has judged."""
 
@@ -47,7 +49,7 @@ def torchs_group() -> Iterator[None]:
 
 
 def judge(name: str, seen: Counter[str], num_tried: int = 0) -> Summary:
-    return judged(info_named(name), num_tried, seen)
+    return judged(info_named(name), num_tried, seen, MAX_CALLS)
 
 
 @pytest.mark.parametrize("name", SAMPLED)

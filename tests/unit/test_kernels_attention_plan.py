@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from disttrain.kernels import Causal, Documents, Prefix, SlidingWindow, attention
 from disttrain.kernels.attention import choice as attention_choice
-from disttrain.kernels.attention.choice import Choice, attention_choices
+from disttrain.kernels.attention.choice import AttentionChoice, attention_choices
 from disttrain.kernels.attention.flex import _KEPT, _NUM_KEPT, block_masks, flex, prepare
 from disttrain.kernels.attention.plan import Call, Machine, candidates, serving
 from disttrain.kernels.attention.rules import BLOCK_SIZE, name_of, seen, window_of
@@ -155,7 +155,7 @@ def test_a_shape_is_measured_once_and_told(monkeypatch: pytest.MonkeyPatch) -> N
         attention(*inputs, Causal())
     assert asked == [("sdpa", "dense")]
     (choice,) = attention_choices()
-    assert isinstance(choice, Choice)
+    assert isinstance(choice, AttentionChoice)
     assert str(choice) == ("Causal, 1 x 2/1 heads of 4, 6 x 6, float64, forward: dense (sdpa 2.000 ms, dense 1.000 ms)")
     attention(*(one.requires_grad_() for one in inputs), Causal())
     assert len(asked) == 2
@@ -190,4 +190,4 @@ def test_a_graph_goes_by_what_calls_of_its_kind_were_measured_to_be_served_by(mo
         torch.compile(lambda *own: attention(*own, Causal()), backend=keep, fullgraph=True)(*inputs)
         assert ("scaled_dot_product_attention" in codes[-1]) == (name == "sdpa")
         call = CALL._replace(dtype=torch.bfloat16, needs_grad=False)
-        attention_choice._CHOICES.add(Choice(call, "Causal", "dense", ()))
+        attention_choice._CHOICES.add(AttentionChoice(call, "Causal", "dense", ()))

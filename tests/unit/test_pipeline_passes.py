@@ -32,7 +32,7 @@ from disttrain.pipelining.passes import (
     unshard_stages,
 )
 from disttrain.pipelining.schedule.action import MESSAGES, RECEIVES
-from disttrain.pipelining.schedule.catalogue import RECIPES
+from disttrain.pipelining.schedule.catalogue import SCHEDULE_KINDS
 
 
 def _rows(schedule: Schedule) -> list[str]:
@@ -130,7 +130,7 @@ def test_an_overlap_needs_room_for_both() -> None:
 
 @settings(max_examples=40)
 @given(
-    recipe=st.sampled_from(RECIPES),
+    kind=st.sampled_from(SCHEDULE_KINDS),
     num_ranks=st.integers(1, 4),
     rounds=st.integers(2, 4),
     max_unsharded=st.sampled_from([None, 2, 3]),
@@ -138,10 +138,10 @@ def test_an_overlap_needs_room_for_both() -> None:
     latency_s=st.sampled_from([0, 0.3, 2]),
 )
 def test_lowering_leaves_the_computations(
-    recipe: object, num_ranks: int, rounds: int, max_unsharded: int | None, num_ahead: int, latency_s: float
+    kind: object, num_ranks: int, rounds: int, max_unsharded: int | None, num_ahead: int, latency_s: float
 ) -> None:
     """Whatever the model's wiring and the options are: right, and all else is added."""
-    name = getattr(recipe, "name", "")
+    name = getattr(kind, "name", "")
     schedule = make_schedule(name, num_ranks, num_ranks * rounds)
     last = schedule.num_stages - 1
     skips = tuple((stage, last) for stage in range(last - 1))
@@ -156,7 +156,7 @@ def test_lowering_leaves_the_computations(
     assert (Op.REDUCE_GRAD in kinds) == schedule.has_backward
 
 
-@pytest.mark.parametrize("name", [recipe.name for recipe in RECIPES if recipe.name != "DualPipeV"])
+@pytest.mark.parametrize("name", [kind.name for kind in SCHEDULE_KINDS if kind.name != "DualPipeV"])
 def test_messages_that_take_no_time_cost_none(name: str) -> None:
     """With all in place the schedule is as fast as its computations alone."""
     schedule = make_schedule(name, 4, 12)

@@ -19,7 +19,7 @@ from disttrain.pipelining import (
     make_schedule,
     simulate,
 )
-from disttrain.pipelining.schedule.catalogue import RECIPES
+from disttrain.pipelining.schedule.catalogue import SCHEDULE_KINDS
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -57,9 +57,9 @@ def test_text_keeps_within_its_width(width: int) -> None:
     assert any("\x1b[48;5;" in line for line in coloured)
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
-def test_svg_has_a_box_for_each_computation(recipe: object) -> None:
-    schedule = lower(make_schedule(getattr(recipe, "name", ""), 2, 4))
+@pytest.mark.parametrize("kind", SCHEDULE_KINDS, ids=lambda kind: kind.name)
+def test_svg_has_a_box_for_each_computation(kind: object) -> None:
+    schedule = lower(make_schedule(getattr(kind, "name", ""), 2, 4))
     timeline = simulate(schedule, Costs(link=Link(0.5)))
     root = ET.fromstring(draw_svg(timeline))
     cells = [group for group in root.iter(f"{SVG}g") if group.get("class") == "cell"]

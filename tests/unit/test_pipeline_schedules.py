@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from disttrain.errors import ScheduleError
 from disttrain.pipelining import Costs, Op, Placement, Timeline, lower, make_schedule, peaks, simulate, verify
-from disttrain.pipelining.schedule.catalogue import RECIPES, find_recipe
+from disttrain.pipelining.schedule.catalogue import SCHEDULE_KINDS, find_schedule_kind
 from disttrain.pipelining.schedules import forward_only
 
-NAMES = [recipe.name for recipe in RECIPES]
+NAMES = [kind.name for kind in SCHEDULE_KINDS]
 P, M = [1, 2, 3, 4, 8], [8, 16, 24]
 
 
@@ -26,7 +26,9 @@ P, M = [1, 2, 3, 4, 8], [8, 16, 24]
 )
 def test_all_that_can_be_made_is_right(name: str, num_ranks: int, num_microbatches: int, stages: int) -> None:
     try:
-        schedule = make_schedule(name, num_ranks, num_microbatches, stages if find_recipe(name).any_stages else None)
+        schedule = make_schedule(
+            name, num_ranks, num_microbatches, stages if find_schedule_kind(name).any_stages else None
+        )
     except ScheduleError:
         needs = {"DualPipeV": 2 * num_ranks, "Interleaved1F1B": 1, "InterleavedZeroBubble": 1}[name]
         assert num_microbatches < needs or num_microbatches % (num_microbatches // num_ranks)
@@ -123,8 +125,8 @@ def test_forwards_only_are_as_fast_as_can_be(placement: Placement) -> None:
 
 
 def test_names_may_be_written_in_many_ways() -> None:
-    assert find_recipe("zbv").name == find_recipe("zbvZEROBUBBLE").name == "ZBVZeroBubble"
-    assert find_recipe("zb_h1").name == "ZB-H1"
+    assert find_schedule_kind("zbv").name == find_schedule_kind("zbvZEROBUBBLE").name == "ZBVZeroBubble"
+    assert find_schedule_kind("zb_h1").name == "ZB-H1"
     with pytest.raises(
         ScheduleError, match=r"no schedule 'intreleaved'\. Did you mean Interleaved1F1B\? There are GPipe, "
     ):

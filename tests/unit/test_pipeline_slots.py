@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from disttrain.pipelining import Schedule, Wiring, lower, make_schedule
-from disttrain.pipelining.schedule.catalogue import RECIPES
+from disttrain.pipelining.schedule.catalogue import SCHEDULE_KINDS
 from disttrain.pipelining.schedule.slots import slots_needed
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
-@pytest.mark.parametrize("name", [recipe.name for recipe in RECIPES])
+@pytest.mark.parametrize("name", [kind.name for kind in SCHEDULE_KINDS])
 def test_every_schedule_ends_with_a_few_slots(name: str, num_ranks: int) -> None:
     assert 1 <= slots_needed(lower(make_schedule(name, num_ranks, 2 * num_ranks))) <= 4
 

@@ -10,7 +10,7 @@ from disttrain.errors import CheckpointError
 
 
 class PendingSave(Future[Path | None]):
-    """Ends when `path` is a whole save: the future of its path.
+    """A future of the save's path, which ends when the save is complete.
 
     None for a save that was skipped or given up for a newer one (`was_dropped`); it may raise CheckpointError.
     `staged` is a future, too: the values may be changed. `num_bytes` of this rank's `total_bytes` have been written.

@@ -1,8 +1,8 @@
 """A sequence of asynchronous saves by the same writers: decisions at the store, and the results of each save.
 
 Ranks don't wait for each other when they save. Some questions could have different answers on different ranks (is a
-writer busy, has a save failed?). There the first rank that comes to a call writes its answer down, and all others use
-it.
+writer busy, has a save failed?). For these, the first rank that comes to a call writes its answer to the store, and all
+others use it.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Session:
         if self.size > 1:
             try:
                 speak_for(self.rank, self._store, f"{sentence}.", _RESTART)
-            except DisttrainError:  # the store has gone: the others notice that themselves
+            except DisttrainError:  # the store is gone: the others notice that themselves
                 pass
         for number in list(self._pending):
             self._end(number, CheckpointError("async_save", self._death, _RESTART, rank=self._own_rank))

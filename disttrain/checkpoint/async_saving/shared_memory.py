@@ -1,4 +1,4 @@
-"""Memory that a training process and its writer share: a file without a name, which is freed when both have closed it.
+"""Memory that a training process and its writer share: a file without a name, freed when both have closed it.
 
 On hosts with GPUs it is pinned, so that copies to it run in the background. Source: memfd_create(2).
 """
@@ -19,7 +19,7 @@ _NUM_TOUCHING = 8
 
 
 class SharedMemory:
-    """Room for the image of one file, of `num_bytes` at least. Raises OSError, RuntimeError where it cannot be had."""
+    """Memory for the image of one file, of at least `num_bytes`. Raises OSError or RuntimeError if there is none."""
 
     def __init__(self, num_bytes: int, *, is_pinned: bool) -> None:
         # Some more: headers and values grow by a few bytes from save to save.
@@ -34,7 +34,7 @@ class SharedMemory:
             pass
         self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
         if is_pinned:
-            # Several threads touch the pages; pinning would do it with one.
+            # Several threads allocate the pages by touching them; pinning would use one thread.
             with ThreadPoolExecutor(_NUM_TOUCHING) as pool:
                 list(pool.map(torch.Tensor.zero_, self.bytes.chunk(_NUM_TOUCHING)))
             show_to_devices(self.bytes.data_ptr(), self.num_bytes)

@@ -1,8 +1,8 @@
 """Staging: copies the values of a state at one moment to memory that training does not change.
 
-GPUs copy on a side stream, after the work that was queued before and concurrently with the work that follows. Whoever
-writes the tensors next must wait for the copies, on the GPU and not on the host. The optimizers that were named wait in
-their next step; tensors that they don't own are copied first, and the current stream waits for these at once.
+GPUs copy on a side stream, after the work that was queued before and concurrently with the work that follows. The next
+write to the tensors must wait for the copies, on the GPU and not on the host. The given optimizers wait in their next
+step. Tensors that they don't own are copied first, and the current stream waits for these at once.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Stager:
     def stage(
         self, items: Sequence[Item], image: Image, shared_memory: SharedMemory, optimizers: Sequence[Optimizer]
     ) -> list[torch.cuda.Event]:
-        """Begin to copy `items` to their places in the shared memory. Returns: what has happened when all are there.
+        """Begins to copy `items` to their places in the shared memory. Returns: what has happened when all are there.
 
         Those on the CPU are there on return.
         """
@@ -147,7 +147,7 @@ def _target(shared_memory: SharedMemory, offset: int, source: torch.Tensor) -> t
 
 
 def _owned_storages(optimizers: Iterable[Optimizer]) -> set[int]:
-    """The memory that only these optimizers' steps write."""
+    """The memory that only the steps of these optimizers write to."""
     tensors = [
         tensor
         for optimizer in optimizers

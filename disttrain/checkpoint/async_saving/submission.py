@@ -1,4 +1,5 @@
-"""One save's way from tensors to its writer: begun by the caller, who must not wait, ended by a thread that may."""
+"""Brings one save from tensors to its writer: the caller, who must not wait, begins it, and a thread that may wait ends
+it."""
 
 from __future__ import annotations
 
@@ -53,11 +54,11 @@ class Submission:
         self._events: list[torch.cuda.Event] = []
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
-        """Bring the values to safety, as far as the host and the current stream are concerned."""
+        """Copies the values, or queues the copies, so that the host and the current stream may go on."""
         assert self.image is not None
         has_room = self.slot.shared_memory is not None and self.slot.shared_memory.num_bytes >= self.image.num_bytes
         if not has_room and can_copy_on_device(self.items):
-            # To pin memory takes seconds; copies on the GPU take milliseconds, and nobody has to wait for more.
+            # Pinning memory takes seconds. Copies on the GPU take milliseconds, and training waits only for these.
             self.copies = copied(self.items)
             self._events = [_recorded(device) for device in _gpus(self.items)]
             return

@@ -49,7 +49,7 @@ from disttrain.store import PrefixStore, Store
 from disttrain.store.connection.handover import store_from_plain
 
 BEGUN, NOT_BEGUN = b"begun", b"dropped"
-"""The fate of a save: it was begun, or given up for a newer one before. The first to write decides."""
+"""Decides whether a save begins or is given up for a newer one: the first to write this key."""
 
 _TRAINER_DIED = "the training process ended before it had closed its Checkpointer."
 _REPORT_EVERY_BYTES = 32 << 20
@@ -97,7 +97,7 @@ class Writer:
                 self._say(FAILED, number, error.problem, error.remedy)
                 self._broken = self._broken or self._checked(error)
 
-        # The training process died. Others may have more to save, and wait for us.
+        # The training process died. Writers of other ranks may have more saves, and wait for this one.
         if self._assembly.size > 1:
             try:
                 speak_for(self._rank, self._store, _TRAINER_DIED, "See why in its log.")
@@ -121,7 +121,7 @@ class Writer:
             else:
                 self._jobs.put(message)
         self._jobs.put(None)
-        # A writer that was never started has nobody who could speak for it, if its training process died as well.
+        # If a training process died before it started its writer, no process can report that.
         self._assembly.hurry(CHECKPOINT_ORPHAN_TIMEOUT_S.read())
 
     def _say(self, *message: Any) -> None:
@@ -199,7 +199,7 @@ class Writer:
         return self._storages[key]
 
     def _keep(self, job: Job, storage: Storage, copies: Copies) -> None:
-        """Keep it in memory, as far as that can be: the disk has it all the same."""
+        """Keeps copies in memory if possible; the disk has the save in any case."""
 
         def finish(rows: list[list[Any]]) -> tuple[bool, str]:
             assert job.contents is not None
@@ -269,7 +269,7 @@ def _check_plans(digests: tuple[bytes, ...]) -> None:
 
 
 def _yield_to_training() -> None:
-    """Take the processor and the disk only when training leaves them; where that cannot be had, go on without."""
+    """Uses the processor and the disk only when training leaves them idle, if the system allows such a priority."""
     os.nice(_NICE)
     call = _IOPRIO_SET.get(os.uname().machine)
     if call is not None:
@@ -277,8 +277,8 @@ def _yield_to_training() -> None:
 
 
 def main() -> None:
-    # Interrupts from a terminal, and a cluster's request to end, go to all processes of a job. They are for the
-    # training process, which may be saving because of them; when it ends, this one knows.
+    # Interrupts from a terminal, and a cluster's request to end, go to all processes of a job. They are meant for the
+    # training process, which may be saving because of them. When it ends, this process notices.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     _yield_to_training()

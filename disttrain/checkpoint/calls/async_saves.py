@@ -95,7 +95,7 @@ class _WorldSavers:
         return saver
 
     def close(self) -> None:
-        """Finish all saves; those that have failed without anybody asking are told as warnings."""
+        """Finishes all saves; failures that nobody has asked about become warnings."""
         for _, _, saver in self._savers:
             try:
                 saver.close()

@@ -1,4 +1,4 @@
-"""A folder's save, whichever of the two formats that calls in torch's form know."""
+"""Opens a folder's save in either of the two formats that calls in torch's form read."""
 
 from __future__ import annotations
 

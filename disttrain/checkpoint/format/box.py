@@ -1,4 +1,4 @@
-"""Boxes: which part of a tensor. Pure arithmetic, and torch-free, so that a manifest can be read without torch.
+"""Boxes describe a part of a tensor. Pure arithmetic, and torch-free, so that a manifest can be read without torch.
 
 A box is what a rank holds of a sharded tensor, and what a chunk on disk holds of it: an origin and a shape.
 """

@@ -1,4 +1,4 @@
-"""A data file before it is written: its header, and which bytes of it are which chunk. Torch-free.
+"""Describes a data file before it is written: its header, and the position of each chunk. Torch-free.
 
 The same `Image` describes a file that streams from tensors and one that lies ready in memory, byte for byte.
 """
@@ -61,7 +61,7 @@ class Image:
     ) -> Iterator[memoryview]:
         """The file's parts, entering each chunk in `written` as it goes by; `data_of` has the `slices` of each place.
 
-        A slice has its checksums when it is handed on, so that one is written while the next one is looked through.
+        A slice's checksums are computed before it is passed on, so that one slice is written while the next is hashed.
         """
         yield memoryview(self.header)
         for number, extent in enumerate(self.extents):

@@ -1,4 +1,4 @@
-"""Reading a manifest: what is not ours, not whole, or makes no sense is refused in one sentence. Torch-free."""
+"""Reads a manifest. One that is not ours, damaged or inconsistent is refused in one sentence. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Checks manifests, so that whoever reads by one gets each element once, and nothing else. Torch-free.
+"""Checks that a manifest describes each element of its tensors exactly once. Torch-free.
 
-A checksum says that a manifest is as it was written, not that it makes sense.
+A checksum says that a manifest is as it was written, not that it is consistent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ITEM_BYTES = {
     **dict.fromkeys(["complex64", "float64", "int64", "uint64"], 8),
     "complex128": 16,
 }
-"""Of all dtypes of torch. What a later one has is judged when it is loaded, by a torch that knows it."""
+"""The sizes of torch's dtypes. Newer dtypes are checked at the load, by a torch that has them."""
 
 _MOST_BYTES = 1 << 63
 """A tensor of so many is none of torch's."""

@@ -32,7 +32,7 @@ def find_damage(
     advance: Callable[[int], None] = lambda num_bytes: None,
     num_threads: int | None = None,
 ) -> list[str]:
-    """A sentence for whatever is missing, has another size or other bytes than were saved; none when all is well.
+    """A sentence for each file or block that is missing or differs from what was saved; none if all is well.
 
     `advance` is told, by any thread, how many more bytes have been read.
     """

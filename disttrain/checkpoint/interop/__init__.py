@@ -1,8 +1,8 @@
 """Other formats of checkpoints: torch.distributed.checkpoint's folders, Hugging Face's safetensors, torch.save's files.
 
 Each has its own functions: `load` never takes another format's folder for a save of ours. These formats have no
-checksums and no commit but a name, so a damaged or half-written one may load; `convert` makes a save that has both.
-Reading never runs code from the files.
+checksums, and no commit besides a rename, so a damaged or incomplete file may load. `convert` makes a save that has
+both. Reading never runs code from the files.
 """
 
 from __future__ import annotations

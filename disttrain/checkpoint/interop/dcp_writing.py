@@ -1,4 +1,5 @@
-"""Writing torch.distributed.checkpoint's folders, for its `load`; pickles are spelled out, no object is pickled."""
+"""Writes torch.distributed.checkpoint's folders, for its `load`. Pickles are written opcode by opcode; no object is
+pickled."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ class DcpFormat:
                 info = {"relative_path": file, "offset": offset, "length": length}
                 items.append((_new("MetadataIndex", index), Made(STORAGE_INFO, (), True, info)))
                 offset += length
-        # A second name has no entry in torch's format: it is written down as another tensor with the same bytes.
+        # torch's format has no entry for second names: such a name becomes another tensor with the same bytes.
         named = {name: name for name in (*manifest.tensors, *manifest.values)} | dict(manifest.same_as)
         described = {dotted(name): _described(manifest, first, seen[first]) for name, first in named.items()}
         for name, first in manifest.same_as.items():

@@ -28,7 +28,7 @@ from disttrain.checkpoint.storage.replacing import check_room, put_in_place
 from disttrain.errors import CheckpointError
 
 Job = Any
-"""A file that is to be written: what it is, the format knows."""
+"""A file to be written; its form depends on the format."""
 Advance = Callable[[int], None]
 
 
@@ -44,7 +44,7 @@ class Format(Protocol):
         ...
 
     def finish(self, storage: Storage, folder: Path, manifest: Manifest, rows: list[Any]) -> None:
-        """Write what makes the folder whole, given what each job returned."""
+        """Writes the files that complete the folder, from the results of the jobs."""
         ...
 
 

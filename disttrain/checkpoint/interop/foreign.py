@@ -24,7 +24,7 @@ from disttrain.checkpoint.storage.base import ReadableFile
 from disttrain.errors import CheckpointError
 
 _BLOCK_BYTES = 1 << 16
-"""Reads begin and end at multiples of it: as fine as is worth a request."""
+"""Reads begin and end at multiples of this; smaller ones would not be worth a request."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def manifest_of(
     values: dict[str, Chunk] | None = None,
     same_as: dict[str, str] | None = None,
 ) -> Manifest:
-    """A manifest of chunks in files whose sizes nothing says."""
+    """A manifest of chunks in files of unknown sizes."""
     return Manifest(save_id, 1, made_by, {}, tensors, values or {}, {}, same_as or {}, block_bytes=_BLOCK_BYTES)
 
 

@@ -1,4 +1,4 @@
-"""torch.save's files: a zip with a pickle that says what there is, and each storage's bytes as they are.
+"""The files of torch.save: a zip with a pickle that describes the content, and the bytes of each storage.
 
 The pickle is read as data (`disttrain.pickles`), so nothing that it names is run, and the bytes of a tensor can be read
 where they lie, in parts. The format is that of torch's own `torch/serialization.py`.

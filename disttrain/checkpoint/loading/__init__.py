@@ -1,1 +1,1 @@
-"""Loading: which bytes are wanted, who reads them, where they go."""
+"""Loading: which bytes are needed, which rank reads them, and where they go."""

@@ -92,7 +92,7 @@ def fill(
             spreading.run()
         with torch.no_grad():
             reader.read_tensors(plan_load(manifest, direct), direct)
-        # Bytes come in by other ways than operators, which count what they write.
+        # The bytes are not written by operators, which would count their writes.
         count_writes(tensor for tensor in tensors.values() if not tensor.is_inference())
         loaded.values.update(_read_values(reader, manifest, tree, left_alone, consensus.rank))
 

@@ -1,4 +1,4 @@
-"""Compares a state with a save: what either lacks, what differs, and what of that the caller allows."""
+"""Compares a state with a save: the names that either lacks, the differences, and which of them the caller allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads the blocks that a load needs, verifies each, and reads nothing else; several fetches at a time.
+"""Reads the blocks that a load needs, and only these, and verifies each; several fetches at a time.
 
 Each thread reads into its own memory, which the disk can write to directly. It verifies a block while that is in the
 processor's cache, and copies it to the tensors, while other threads wait for the disk.
@@ -70,7 +70,7 @@ class Reader:
             for piece in fetch.pieces:
                 begin = piece.offset - fetch.start
                 end = begin + piece.stop - piece.start
-                # Within the block: the file hears of what is wrong with it.
+                # Within the block, so that the file is told of its errors.
                 self._verify(piece.reads[0].name, piece.chunk, piece.start, data[begin:end], num_read >= end)
 
     def read_values(self, chunks: Mapping[str, Chunk]) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class Reader:
         """The value that was packed."""
         try:
             return unpack(data)
-        except Exception as error:  # whatever comes of bytes that nobody packed
+        except Exception as error:  # any error may come of bytes that were not packed by us
             raise CheckpointError(
                 "load",
                 f"the value {name!r} of {self.folder / file_name} cannot be unpacked: {type(error).__name__} {error}.",

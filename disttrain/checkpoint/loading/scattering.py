@@ -54,7 +54,7 @@ def _scatter_piece(piece: Piece, data: torch.Tensor, targets: Targets) -> None:
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     is_plain = target.is_cpu and target.dtype == source.dtype and not target.is_conj() and not target.is_neg()
     if source.numel() >= _PARALLEL_ELEMENTS and is_plain and target.is_contiguous() and source.is_contiguous():
-        # torch would take several threads for each of those that read, and all would wait for each other.
+        # torch would use several threads for each reading thread, and all would compete.
         np.copyto(_bytes_of(target), _bytes_of(source))
     else:
         target.copy_(source)

@@ -103,7 +103,7 @@ class FileServer:
                 if not self._is_proved(connection):
                     return
                 while True:
-                    # Between requests a reader may do other things, such as to wait for other ranks.
+                    # Between requests a reader may do other things, such as waiting for other ranks.
                     connection.settimeout(CHECKPOINT_TIMEOUT_S.read())
                     kind, *request = _receive_frame(connection)
                     connection.settimeout(_STALL_S)
@@ -132,7 +132,7 @@ class FileServer:
         try:
             self._memory.write(save, file, _arriving(connection, num_bytes))
         except OSError as error:
-            # What is still under way would be taken for a request: the connection ends after this.
+            # The rest of the data would be taken for a request, so the connection ends after this.
             _send_frame(connection, [f"{type(error).__name__}: {error}"])
             raise
         _send_frame(connection, [""])
@@ -160,7 +160,7 @@ def put_file(address: Address, save: str, file: str, data: memoryview) -> None:
             for start in range(0, len(data), _PIECE_BYTES):
                 connection.sendall(data[start : start + _PIECE_BYTES])
         except OSError:
-            # A keeper that has no room says so and goes; its word is worth more than the broken pipe.
+            # A node without room says so and closes; its message says more than the broken pipe.
             _check(_receive_frame(connection))
             raise
         _check(_receive_frame(connection))
@@ -218,8 +218,8 @@ def _connected(address: Address) -> Iterator[socket.socket]:
 
 
 def _host(store: Store | None) -> str:
-    """The address at which the others reach this node: on the way to the store's server, or on the way out where it has
-    none."""
+    """The address at which the others reach this node: that of the interface toward the store's server, or of the
+    default route."""
     while (under := getattr(store, "underlying_store", None)) is not None:
         store = under
     if store is None:

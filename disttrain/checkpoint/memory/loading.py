@@ -131,7 +131,7 @@ def _find_saves(consensus: Consensus, memory: NodeMemory, stack: ExitStack) -> l
             if len(speakers) == 1:
                 return [None, [holding.to_plain() for holding in holdings]]
             server = FileServer(memory, None if consensus.world is None else consensus.world.store)
-        except OSError:  # what this node has cannot be read: others may have it too, and so has the disk
+        except OSError:  # this node's copies cannot be read; other nodes may have them, and the disk has
             return [None, []]
         stack.callback(server.close)
         return [list(server.address), [holding.to_plain() for holding in holdings]]

@@ -74,7 +74,8 @@ class Assembly:
         self._ends_s = time.monotonic() + timeout_s
 
     def find_gone(self, awaited: list[int]) -> str:
-        """Called from time to time while this member waits for those: which of them can come no more, in words."""
+        """Called from time to time with the members that this one waits for. Returns, in words, those that can no
+        longer come."""
         return ""
 
     def agree(self, work: Callable[[], Part], decide: Callable[[list[Part]], Any] | None = None) -> Any:
@@ -115,7 +116,7 @@ class Assembly:
                 problem = f"ranks {absent} did not come within {self._patience(self._timeout_s)}."
                 read, error = [{"problem": problem, "remedy": _LATE, "kind": ""}], timeout
             answer, error = _answer(self._ranks, read, error, decide)
-            # Whoever came to this meeting has read the last one's answer.
+            # All members of this meeting have read the answer of the last one.
             store.delete_key(answer_key(meeting - 1))
             answer = self._codec.unpack(
                 store.compare_set(answer_key(meeting), b"", self._codec.pack(answer))  # unless it was given up
@@ -126,7 +127,7 @@ class Assembly:
                 self._wait(store, [answer_key(meeting)], 2 * self._timeout_s, lambda: [0])
                 answer = self._codec.unpack(store.get(answer_key(meeting)))
             except CheckpointError as gone:
-                # Not all ask whether rank 0 is alive; all are told.
+                # Only some members check whether rank 0 is alive; all are told.
                 agreed = store.compare_set(answer_key(meeting), b"", self._codec.pack(describe(gone)))
                 answer, error = self._codec.unpack(agreed), gone
             except StoreTimeoutError as timeout:

@@ -36,7 +36,8 @@ def digest_of_all(digests: Mapping[str, bytes]) -> bytes:
 
 
 def differing_copies(digests_of_ranks: Sequence[Mapping[str, bytes]]) -> list[str]:
-    """Names, in order, under which ranks have different digests of one kind (the first byte); others say nothing."""
+    """Names, in order, under which ranks have different digests of one kind (the first byte). Digests of different
+    kinds cannot be compared."""
     seen: dict[tuple[str, bytes], set[bytes]] = {}
     for digests in digests_of_ranks:
         for name, digest in digests.items():

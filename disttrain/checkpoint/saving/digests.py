@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 _SLICE_ELEMENTS = 4 << 20
-"""Of what a GPU weighs at a time: products need memory."""
+"""The bytes that a GPU processes at a time, since products need memory."""
 
 _ON_HOST, _ON_DEVICE = b"h", b"d"
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -57,7 +57,8 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def weighed(data: torch.Tensor) -> torch.Tensor:
-    """Of bytes: a sum that tells where what stands, of each number times a weight of its place, by slices."""
+    """The digest of bytes: the sum of each number times a weight of its position, so that positions count; by
+    slices."""
     numbers = data.view(torch.int64) if data.numel() % 8 == 0 and data.storage_offset() % 8 == 0 else data
     weights = _weights(min(_SLICE_ELEMENTS, numbers.numel()), data.device)
     sums = [(part * weights[: len(part)]).sum() for part in numbers.split(_SLICE_ELEMENTS)]
@@ -66,5 +67,5 @@ def weighed(data: torch.Tensor) -> torch.Tensor:
 
 
 def _weights(count: int, device: torch.device) -> torch.Tensor:
-    """Odd numbers, of which products lose nothing."""
+    """Odd numbers, by which multiplication modulo a power of two loses no bits."""
     return torch.arange(1, 2 * count, 2, device=device) * _FACTOR

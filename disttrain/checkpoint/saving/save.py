@@ -136,7 +136,7 @@ def _packed(tree: Tree, name: str, value: Any) -> bytes:
 
 
 def findings(tree: Tree) -> list[Any]:
-    """Names of values that nobody may have meant to save alone, of a state without tensors; else nothing."""
+    """The names of a state that has values only, which may be a mistake; empty for other states."""
     if any(holds((torch.Tensor, np.ndarray), leaf) for leaf in tree.leaves.values() if not isinstance(leaf, PerRank)):
         return [True, []]
     return [bool(tree.leaves) and not tree.bare, tree.bare[:8]]
@@ -168,8 +168,8 @@ def look_at(consensus: Consensus, rows: Sequence[Sequence[Any]]) -> list[str]:
 def all_outlines(
     consensus: Consensus, outline: Outline, values: Mapping[str, bytes], copies: Mapping[str, bytes]
 ) -> tuple[list[Outline], list[str]]:
-    """Everybody's outline, where they differ (ranks with different parts of a model), and what `look_at` says of
-    values and plain tensors."""
+    """The outlines of all ranks, if they differ (ranks with different parts of a model), and the result of `look_at`
+    for values and plain tensors."""
 
     def decide(ballots: list[list[Any]]) -> tuple[list[Any], list[int], list[str]]:
         differing = look_at(consensus, [row for _, *row in ballots])

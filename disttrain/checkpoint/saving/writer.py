@@ -69,7 +69,7 @@ def _slices_of(tensor: torch.Tensor) -> Iterator[memoryview]:
     if not tensor.numel():
         return
     tensor = tensor.detach()
-    # What must be changed first is changed on the host: a GPU may have no room for that.
+    # Conversions are made on the host, since a GPU may have no memory for them.
     if not tensor.is_cuda or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         yield from slices(_bytes_of(tensor.cpu().resolve_conj().resolve_neg().contiguous()).numpy().data)
         return

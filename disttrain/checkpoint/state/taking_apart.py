@@ -66,10 +66,10 @@ def _descend(tree: Tree, prefix: str, node: dict[Any, Any], *, is_bare: bool) ->
 
 
 def _is_own_of_each_rank(child: Any) -> bool:
-    """True if its state differs by rank: a data loader's position, or what is said to be so."""
+    """True if its state differs by rank: a data loader's position, or an object that says so."""
     if isinstance(child, PerRank):
         return not isinstance(child.value, dict | torch.Tensor) and isinstance(child.value, Stateful)
-    # Not imported: whoever has one has loaded its library.
+    # Not imported: a program that has such an object has loaded its library.
     is_of_torchdata = any(kind.__module__.partition(".")[0] == "torchdata" for kind in type(child).__mro__)
     return is_of_torchdata and isinstance(child, Stateful)
 

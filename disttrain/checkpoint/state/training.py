@@ -20,7 +20,7 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Parts that torch.compile and activation checkpointing put into names."""
 
 _OWN_OPTIONS = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
-"""Options of a group that say how to compute, not what: each optimizer keeps its own."""
+"""Options of a group that do not change results: each optimizer keeps its own."""
 
 
 def training_state(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer] = ()) -> dict[str, Any]:

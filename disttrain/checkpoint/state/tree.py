@@ -35,7 +35,8 @@ class Opening:
 
 @dataclass
 class Tree:
-    """A state taken apart: where each leaf is, where unknown leaves may be put, and who is to be told after a load."""
+    """A state as leaves: where each leaf is, where unknown leaves may be put, and which objects to call after a
+    load."""
 
     operation: str
     leaves: dict[str, Any] = field(default_factory=dict)
@@ -75,7 +76,8 @@ class Tree:
         for name in sorted(names):
             leaf = self.leaves[name]
             if isinstance(leaf, torch.Tensor):
-                # There may be many numbers, such as the steps of optimizers: they are packed sooner than tensors.
+                # There may be many numbers, such as the steps of optimizers; packing numbers is faster than packing
+                # tensors.
                 values[name] = None if not leaf.is_cpu else leaf if leaf.ndim else leaf.item()
             else:
                 values[name] = leaf.value if isinstance(leaf, Value) else leaf

@@ -91,7 +91,7 @@ def fill_state(optimizer: Optimizer) -> None:
     groups = [group for group in optimizer.param_groups if "lr" in group]
     rates = [group["lr"] for group in groups]
     for group, rate in zip(groups, rates, strict=True):
-        # Some optimizers write to parameters without gradients too, as far as the rate lets them.
+        # Some optimizers also write to parameters without gradients, in proportion to the rate.
         group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
     try:
         optimizer.step(closure=_zero)  # LBFGS, and others that look ahead, need one
@@ -198,7 +198,7 @@ def _are_alike(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
 
 
 def _is_by_number(state: Mapping[str, Any]) -> bool:
-    """True for a state dict that an optimizer itself returned, of which torch's functions make no more."""
+    """True for a state dict of an optimizer's own form, which torch's functions leave as it is."""
     members = [name for group in state["param_groups"] for name in group["params"]]
     return bool(members) and all(isinstance(member, int) for member in members)
 

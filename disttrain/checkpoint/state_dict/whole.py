@@ -48,7 +48,7 @@ def gathered(state: dict[str, Any], *, is_full: bool, cpu_offload: bool) -> dict
         if is_full and isinstance(tensor, DTensor):
             tensor = tensor.full_tensor()
         if not is_kept:
-            return None  # at once: no rank but 0 has room for all of them
+            return None  # at once, since ranks other than 0 may not have room for all of them
         return tensor.cpu() if cpu_offload else tensor
 
     changed: dict[str, Any] = mapped(state, change)
@@ -58,7 +58,7 @@ def gathered(state: dict[str, Any], *, is_full: bool, cpu_offload: bool) -> dict
 def laid_as(like: torch.Tensor | None, whole: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A whole tensor as `like` lies: the parts of this rank, written into `like` itself unless that has no memory.
 
-    What is no DTensor, or has another shape, which whoever takes it must judge, stays whole.
+    A tensor that is no DTensor, or has another shape, stays whole; the caller checks shapes.
     """
     if not isinstance(like, DTensor) or isinstance(whole, DTensor) or like.shape != whole.shape:
         return whole.detach() if isinstance(whole, DTensor) or not whole.ndim else whole.detach().to(device)

@@ -146,7 +146,7 @@ class LocalStorage:
         return is_locked(_lock_path(path))
 
     def remove_unless_held(self, path: Path) -> bool:
-        # Asked first: a process that makes a folder has its lock before, and keeps it until the folder is gone.
+        # Checked first: a process that makes a folder takes its lock before, and keeps it until the folder is gone.
         named = _lock_path(path)
         is_there, is_named = path.exists(), named.exists()
         remove_unheld(named)

@@ -27,7 +27,8 @@ _RESERVED_BYTES = 1 << 30
 """The room that is reserved at once; the rest of it is given back at the end."""
 
 _FREE_SHARE = 64
-"""Of the free space this part is taken at once at most: others that write beside must not lack what is given back."""
+"""At most this part of the free space is reserved at once, since other writers must not run out of space that is
+returned later."""
 
 
 def write_file(path: Path, parts: Iterable[memoryview]) -> None:
@@ -168,7 +169,7 @@ def _free_bytes(descriptor: int) -> int:
 
 
 def _reserve(descriptor: int, num_bytes: int) -> None:
-    """Have room for so much. Where that cannot be had the writes themselves say so, or do without."""
+    """Reserves space. If that fails, the writes themselves raise, or succeed without it."""
     # Not `os.posix_fallocate`: where the file system cannot, that writes to each block instead.
     fallocate = ctypes.CDLL(None).fallocate
     fallocate(descriptor, 0, ctypes.c_longlong(0), ctypes.c_longlong(num_bytes))

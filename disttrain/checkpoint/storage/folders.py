@@ -1,4 +1,4 @@
-"""Folders of saves: how those of steps and those under way are named, and how they go. Torch-free."""
+"""Names the folders of saves, complete and in progress, and removes them. Torch-free."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class _OpenFiles:
     """The open lock files of this process."""
 
     def __init__(self) -> None:
-        # A finalizer or the handler of a signal may close a lock while its thread is in here.
+        # A finalizer or a signal handler may close a lock while its thread is in this code.
         self._mutex = threading.RLock()
         self._descriptors: set[int] = set()
         os.register_at_fork(
@@ -30,7 +30,7 @@ class _OpenFiles:
         )
 
     def open(self, path: Path) -> int:
-        with self._mutex:  # a fork between these two would not know of it
+        with self._mutex:  # a fork between these two lines would not know the lock
             descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             self._descriptors.add(descriptor)
         return descriptor
@@ -108,7 +108,7 @@ def _locked(path: Path) -> int:
             os.replace(unnamed, path)
         except OSError as error:
             _OPEN.close(descriptor)
-            # Whoever saw it before it was held has taken it for a dead one's, and removed it.
+            # Another process saw it before it was held, took its owner for dead, and removed it.
             if not isinstance(error, FileNotFoundError):
                 raise
         else:

@@ -51,7 +51,7 @@ class OpenFiles:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # The file that could not be used hears why, as in a `with` of its own; no other thread is at work any more.
+        # The file that failed gets the error, as in a `with` of its own; no other thread is running any more.
         name = next((name for name, file_error in self._errors.items() if file_error is error), "")
         failed = self._entries.pop(name, None)
         with ExitStack() as others:

@@ -1,4 +1,4 @@
-"""Removing old saves beside what comes next: to free a file may take half as long as to write it. Torch-free."""
+"""Removes old saves while the program goes on: freeing a file may take half as long as writing it. Torch-free."""
 
 from __future__ import annotations
 

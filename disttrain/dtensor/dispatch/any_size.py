@@ -1,8 +1,8 @@
-"""Plans that hold for every size: a new sequence length need not be planned again.
+"""Plans that hold for every size, so that a new sequence length needs no new plan.
 
-Where nothing moves and all cuts are even, a rule's choice depends on sizes only through which of them are one. The
-result's sizes are then those of this rank's part, but for cut dims, which are as large as the operand's dims that are
-cut along the same axes.
+If nothing moves and all cuts are even, a rule's choice depends only on which sizes are one. The result then has the
+sizes of this rank's part, except in cut dims: each of these is as large as the operand's dim that is cut along the same
+axes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from disttrain.dtensor.spec.layout import Layout, Spec
 from disttrain.dtensor.spec.shard_sizes import contiguous_strides
 
 Source = tuple[int, int] | None
-"""The operand and its dim that a cut dim of the result is as large as; None: the dim is not cut."""
+"""The operand and the dim of it whose size a cut dim of the result has; None: the dim is not cut."""
 
 
 class AnySizePlan(NamedTuple):
@@ -46,7 +46,7 @@ class AnySizePlan(NamedTuple):
 
 
 def moves_operands(call: OpCall, propagation: Propagation) -> bool:
-    """Whether an operand is computed on in another way than it lies."""
+    """Whether an operand is redistributed before the operator runs."""
     return any(
         spec is None or spec.layout is not layout
         for spec, layout in zip(call.operands, propagation.operands, strict=True)

@@ -1,8 +1,8 @@
-"""Operators that torch composes of others, of which a DTensor would not hear as a whole. Some must be seen as one.
+"""Operators that torch decomposes before a DTensor sees them. Some must be seen as one call.
 
-Some look beneath: at memory, which a DTensor has none of its own, or at the caller's handle of a tensor. Others make
-plain tensors on the way, such as a causal mask, which are the same on all ranks if all that they are given is. These
-few are caught before they are taken apart; other tensors pass.
+Some look below the tensor: at its memory, which a DTensor does not have, or at the caller's handle of it. Others create
+plain tensors on the way, such as a causal mask. These are the same on all ranks if all operands are. These few are
+caught before they are decomposed; calls without DTensors pass through.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def _split_at_indices(op: OpOverload, tensor: torch.Tensor, indices: Any, dim: i
 
 
 def _computed_first(op: OpOverload, *args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """`matrix_rank` gives its own handle of `out` another tensor, and writes nothing. `kron` writes to `out` reshaped,
-    which is another tensor where it has to move."""
+    """`matrix_rank` makes its own handle of `out` refer to another tensor, and writes nothing to the caller's. `kron`
+    writes to `out` reshaped, which is another tensor where it has to move."""
     if all(is_plain(tensor) for tensor in tensors_of([out, *args, *kwargs.values()])):
         return cast(torch.Tensor, composed(op, *args, **kwargs, out=out))
     result = _WITHOUT_OUT[op](*args, **kwargs)
@@ -45,8 +45,8 @@ def _making_plain_ones(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 
 def _as_a_result(op: OpOverload, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """`max_pool1d` is composed, and ends with a view, but of plain tensors on CPUs that nothing differentiates. A view
-    that is made without gradients could not be written to with gradients."""
+    """`max_pool1d` is composed, and returns a view, except for plain tensors on CPUs without gradients. A view that is
+    made without gradients could not be written to with gradients."""
     if is_plain(tensor) or torch.is_grad_enabled():
         return composed(op, tensor, *args, **kwargs)
     with torch.enable_grad():
@@ -54,7 +54,7 @@ def _as_a_result(op: OpOverload, tensor: torch.Tensor, *args: Any, **kwargs: Any
 
 
 def _pieces(op: OpOverload, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
-    """`unsafe_split` gives what shares memory, and autograd counts the writes to each piece by itself."""
+    """`unsafe_split` returns pieces that share memory, but autograd counts the writes to each piece separately."""
     pieces = above_autograd(op, tensor, *args, **kwargs)
     if not is_plain(tensor):
         count_with(tensor, pieces)
@@ -81,7 +81,7 @@ _CAUGHT: Final[dict[OpOverload, Callable[..., Any]]] = {
             _aten.combinations.default,
             _aten.istft.default,
             _aten.one_hot.default,
-            # Composed in Python, of places to read at, while the compiler traces.
+            # While the compiler traces, it is composed in Python, from indices to read.
             _aten._upsample_nearest_exact1d.vec,
             _aten._upsample_nearest_exact2d.vec,
             _aten._upsample_nearest_exact3d.vec,

@@ -1,7 +1,7 @@
 """A propagation bound to one call: a closure that takes the arguments and returns the results.
 
-What is known beforehand (which operands move, the results' specs, where tensors stand among the arguments) is bound
-once. The usual calls, where nothing moves and one tensor comes out, have closures of their own.
+All that is known beforehand is bound once: which operands move, the results' specs, the positions of tensors among the
+arguments. The usual calls, where nothing moves and one tensor comes out, have closures of their own.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _of_list(wrap: Wrap, compute: Compute, spec: Spec) -> Run:
 
 
 def _placed(wrap: Wrap, compute: Compute, call: OpCall, specs: Sequence[Spec]) -> Run:
-    """For a call with operands here and there among its arguments, of which nothing moves."""
+    """For a call whose operands are anywhere among its arguments and do not move."""
     positions = [position for position, argument in enumerate(call.arguments) if isinstance(argument, torch.Tensor)]
 
     def local_results(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -156,7 +156,7 @@ def _inplace(compute: Compute, num_operands: int) -> Run:
 
 
 def _fetch(call: OpCall, rule: Rule, propagation: Propagation) -> Fetch | None:
-    """The fetch by which a view's operand gets to where it is viewed; None where that is its own part."""
+    """The fetch of the elements that a view needs; None if these are this rank's own part."""
     if rule.fetch is not None and (fetch := rule.fetch(call, propagation)) is not None:
         return fetch
     if not call.facts.is_view:
@@ -195,7 +195,7 @@ def _viewing(wrap: Wrap, call: OpCall, compute: Compute, fetch: Fetch | None, sp
 
     def wrapped(viewed: torch.Tensor, results: Any, specs: Sequence[Spec]) -> Any:
         if is_view and torch.is_inference_mode_enabled() and not viewed.is_inference():
-            # A view counts versions if what it views does.
+            # A view has a version counter if its base has one.
             with torch.inference_mode(mode=False):
                 return wrapped(viewed, results, specs)
         if isinstance(results, torch.Tensor):
@@ -204,8 +204,8 @@ def _viewing(wrap: Wrap, call: OpCall, compute: Compute, fetch: Fetch | None, sp
 
     if fetch is not None:
         return lambda args, kwargs: run_on_copy(args, kwargs, fetch)
-    # A part's strides, which nobody else knows, may not allow what the whole's strides allow. A compiler that traces
-    # such a view raises ValueError.
+    # The strides of a part are known to its rank alone. They may not allow a view that the whole's strides allow; a
+    # compiler that traces such a view raises ValueError.
     instead = partial(run_on_copy, fetch=AS_CONTIGUOUS)
     if len(specs) == 1 and len(call.arguments) == 1 and not call.keywords and not call.facts.returns_list:
         return _viewing_alone(wrap, compute, specs[0], instead, wrapped)
@@ -250,7 +250,7 @@ def _reshaping(call: OpCall, compute: Compute, moves: Sequence[Any], spec: Spec)
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = args[0]
-        # A view, and not the part itself: other tensors that share it keep their shape.
+        # A view, not the part itself, so that other tensors that share the part keep their shape.
         tensor._local_tensor = compute(tensor._local_tensor.view_as(tensor._local_tensor), *args[1:], **kwargs)
         tensor._spec = spec
         change_wrapper(op, args, kwargs)
@@ -260,7 +260,7 @@ def _reshaping(call: OpCall, compute: Compute, moves: Sequence[Any], spec: Spec)
 
 
 def _apart(run: Run) -> Run:
-    """Mark results that do not share the memory that torch takes them to share; `out=` must not be one."""
+    """Marks results that do not share the memory that torch assumes they share; `out=` must not be such a result."""
 
     def run_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = run(args, kwargs)

@@ -59,13 +59,13 @@ facts = cache(facts_of)
 
 
 class _Plan(NamedTuple):
-    """The closure for one call, and for which others it is good."""
+    """The closure for one call, and for which other calls it holds."""
 
     run: Run
     is_lasting: bool = False
-    """True when all calls of the same key may be."""
+    """True if it holds for all calls of the same key."""
     any_size: AnySizePlan | None = None
-    """The same for calls that differ in sizes alone."""
+    """True if it also holds for calls that differ in sizes only."""
     as_seen: Callable[[Any], tuple[Run, Any] | None] | None = None
     """Of the first results: how to run calls with the strides that these have, and the results with these strides; None
     where they are as planned."""
@@ -83,7 +83,7 @@ def dispatch(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str
     if leader is None:
         leader = leader_of_list(args)
         key = None if leader is None else key_of_call(op, args, kwargs)
-    # The shortest keys are made right here: a function's help would cost as much as they do.
+    # The most frequent keys are made in line: a function call would cost as much as the key.
     elif num_args == 1:
         key = (handle_of(op),)
     elif num_args == 2 and (kind := type(args[1])) is float:
@@ -101,7 +101,7 @@ def dispatch(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str
 def _run_for_new(
     wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], leader: Spec | None, key: Key | None
 ) -> Run:
-    """Plans a call that is like none before, and keeps the plan for those that will be like it."""
+    """Plans a call for which there is no plan yet, and keeps the plan for calls like it."""
     if leader is None or key is None or leader.is_symbolic:
         return _plan(wrap, op, args, kwargs).run
     form = form_of_key(leader, key)
@@ -124,7 +124,7 @@ def _run_first(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """The first call of a plan, which shows whether results have the strides that were planned."""
+    """Runs the first call of a plan, which shows whether the results have the planned strides."""
     results = run(args, kwargs)
     seen = as_seen(results)
     if seen is None:
@@ -165,7 +165,7 @@ def _keep(table: dict[Any, Any], key: Any, value: Any) -> None:
 def _plan(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Plan:
     op_facts = facts(op)
     if op_facts.is_composed and op not in CUSTOM and not has_own_rule(op_facts):
-        # Autograd, which would have taken it apart, is off.
+        # Autograd is off, so nothing has decomposed it.
         return _Plan(lambda args, kwargs: composed_in_inference(op, *args, **kwargs))
     has_zeros = own_zeros(op, args)
     tensors = tensors_of([*args, *kwargs.values()])
@@ -190,7 +190,7 @@ def _plan(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
         return _Plan(_on_others(as_replicated(wrap, op_facts, written, tensors), partial(dispatch, wrap, op)))
     plan = _plan_by_rule(wrap, op, op_facts, args, kwargs, specs) if _can_be_planned(op_facts) else None
     if plan is not None:
-        # The next call whose gradients are zeros has to come here, too.
+        # No plan is kept, since the next call whose gradients are zeros has to come here as well.
         return _Plan(plan.run) if has_zeros else plan
     by_others = BY_OTHERS.get(op)
     if by_others is not None:

@@ -1,7 +1,7 @@
 """`_foreach_` and `_fused_` operators: one call on the lists of local parts.
 
-An optimizer calls them on the same hundreds of tensors in every step. The parts of a list of which nothing moves
-are taken out without a look at each tensor.
+An optimizer calls them on the same hundreds of tensors in every step. If nothing in a list moves, its parts are taken
+out without a check of each tensor.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def bind_lists(wrap: Wrap, op: OpOverload, facts: OpFacts, args: tuple[Any, ...]
     """The closure for all calls on lists of the same specs: element for element, every list follows the layouts of the
     first one.
 
-    Results lie as the first list does, but for norms, whose sharded axes become partial.
+    Results have the layouts of the first list, except norms, whose sharded axes become partial.
     """
     if facts.mutated and any(_is_partial(tensor) for tensor in args[0]):
         if _can_go_one_by_one(facts):
@@ -153,7 +153,8 @@ def _writing(
     args: Sequence[Any],
     leaders: Sequence[Spec | None],
 ) -> Run:
-    """For an operator that writes to lists; what was written to a redistributed copy goes to the part behind it."""
+    """For an operator that writes to lists. A write to a redistributed copy is brought back to the part it was made
+    of."""
     written = _written_lists(facts, args)
     moved = [
         (position, index, spec.with_layout(_wanted(spec, leader)), spec.layout)
@@ -204,7 +205,7 @@ def _can_go_one_by_one(facts: OpFacts) -> bool:
 
 
 def _one_by_one(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The operator for one tensor, on each: it knows what may be done to a partial one."""
+    """Calls the operator for one tensor on each: its rule knows what may be done to a partial tensor."""
     op = getattr(torch.ops.aten, _name_for_one(facts))
     for index in range(len(args[0])):
         op(*[value[index] if isinstance(value, list | tuple) else value for value in args], **kwargs)
@@ -212,7 +213,8 @@ def _one_by_one(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _by_copies(op: OpOverload, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The operator that writes to nothing, and copies of its results: a copy knows how to write to a partial one."""
+    """Calls the operator that returns new tensors, and copies its results: `copy_` knows how to write to a partial
+    tensor."""
     functional = getattr(getattr(torch.ops.aten, facts.name.removeprefix("aten.").removesuffix("_")), op._overloadname)
     for tensor, result in zip(args[0], functional(*args, **kwargs), strict=True):
         torch.ops.aten.copy_(tensor, result)

@@ -1,7 +1,7 @@
 """Shapes, strides and dtypes of an operator's global results, by torch's kernels for the meta device.
 
-Many of these are Python, and take longer than everything else in a plan. They look at shapes and dtypes alone, so their
-answers are cached: for the other layouts of the same tensors, and for ranks that are threads of this process.
+Many of these kernels are Python, and take longer than all else in a plan. They depend on shapes and dtypes only. So
+their answers are cached, for other layouts of the same tensors and for ranks that are threads of this process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Unkeyed(Exception):
 
 
 class _MetaCall:
-    """A call on the meta device; equal to others to which every kernel of torch's answers alike."""
+    """A call on the meta device, as a key: calls are equal if every kernel of torch answers them in the same way."""
 
     __slots__ = ("args", "hash", "key", "kwargs", "op")
 
@@ -60,7 +60,7 @@ def global_outputs(
     meta_kwargs.pop("pin_memory", None)
     if "generator" in meta_kwargs:
         meta_kwargs["generator"] = None
-    # An operator of the user's may answer as it likes, and one that reshapes its argument leaves its mark on that.
+    # A user's operator may return anything, and an operator that reshapes its argument would change the cached one.
     if may_cache and op.namespace == "aten" and not op_facts.changes_shape:
         try:
             return _cached_outputs(_MetaCall(op, args, meta_kwargs))
@@ -76,7 +76,7 @@ def _cached_outputs(call: _MetaCall) -> Outputs:
 
 def _outputs(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outputs:
     try:
-        # Whether memory allows such a view, only the part says, which is copied otherwise.
+        # Only the part can say whether its memory allows such a view; otherwise it is copied.
         results = args[0].reshape(args[1]) if op is _UNSAFE_VIEW else op(*args, **kwargs)
     except NotImplementedError:
         return None
@@ -87,7 +87,7 @@ def _outputs(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
             raise
         return None
     except RuntimeError:
-        # An operator of the user's may say nothing of shapes; with values it shows whether it raises.
+        # A user's operator may have no kernel for shapes; running it with values shows whether it raises.
         if op.namespace == "aten":
             raise
         return None

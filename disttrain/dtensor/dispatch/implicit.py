@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from disttrain.process_group import World, current_world
 
-# By world, not by thread: a backward pass runs in threads of its own, and meets the same plain tensors.
+# Kept for each world, not each thread: a backward pass runs in other threads, and meets the same plain tensors.
 _MODES: Final[WeakKeyDictionary[World, bool]] = WeakKeyDictionary()
 _COMPOSING: Final[WeakKeyDictionary[World, bool]] = WeakKeyDictionary()
 
@@ -18,8 +18,8 @@ _COMPOSING: Final[WeakKeyDictionary[World, bool]] = WeakKeyDictionary()
 def implicit_replication(enabled: bool = True) -> Iterator[None]:
     """Within it, plain tensors beside DTensors are taken as replicated: every rank must hold the same values.
 
-    With `enabled=False` nothing is replicated that nobody has asked for: an operator without a sharding rule raises
-    LayoutError, where it would else gather its operands. Outside of both, plain tensors are refused; gathering warns.
+    With `enabled=False` nothing is replicated unless asked for: an operator without a sharding rule raises LayoutError
+    instead of gathering its operands. Outside of both, plain tensors are refused; gathering warns.
     """
     world = current_world("implicit_replication")
     before = _MODES.get(world)

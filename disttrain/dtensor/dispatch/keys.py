@@ -1,4 +1,4 @@
-"""Keys of calls: equal for two calls whose leading operand is of the same spec where one plan is good for both."""
+"""Keys of calls. Two calls whose leading operands have the same spec have equal keys if one plan serves both."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def key_of(value: Any) -> Any:
 
 
 def _key_of_list(values: Sequence[Any]) -> Any:
-    # An optimizer's lists have hundreds of elements: no look at each, where they are alike.
+    # An optimizer's lists have hundreds of elements; if these are alike, they are not looked at one by one.
     if values and hasattr(values[0], "_spec"):
         try:
             return tuple(map(spec_of, values))

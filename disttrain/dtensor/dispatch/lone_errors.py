@@ -1,8 +1,8 @@
-"""Errors that one rank alone finds: an index out of range, a part that does not fit into memory.
+"""Errors that only one rank raises: an index out of range, a part that does not fit into memory.
 
-Specs are the same on all ranks, and so is what is refused because of them. But a kernel may raise because of the values
-or the size of one rank's part, and the others, who know nothing of it, would wait in the next collective. They are told
-as of a collective that is refused: docs/decisions/010-refusals-are-told.md. Nothing of this runs while all is well.
+Specs are the same on all ranks, so a refusal because of them is too. But a kernel may raise because of the values or
+the size of one rank's part. The other ranks would not know, and would wait in the next collective. So they are told, as
+for a refused collective (docs/decisions/010-refusals-are-told.md). None of this runs without an error.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from disttrain.process_group.watching.refusals import ANY
 
 
 def tell_of(error: Exception, op: OpOverload, values: Any) -> None:
-    """This rank is about to raise `error` from an operator on `values`: nobody on their mesh must wait for it."""
+    """Tells the ranks of the mesh of `values` that this rank is about to raise `error`, so that none waits for it."""
     if isinstance(error, DisttrainError) and not isinstance(error, BackendError):
-        return  # decided by what all ranks know
+        return  # decided by facts that all ranks know
     meshes = [leaf._spec.mesh for leaf in tree_leaves(values) if hasattr(leaf, "_spec") and _is_real(leaf)]
     if not meshes or meshes[0].get_coordinate() is None:
         return

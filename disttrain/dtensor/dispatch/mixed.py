@@ -27,8 +27,8 @@ def mesh_of(tensors: Sequence[torch.Tensor]) -> DeviceMesh:
 def are_scalars_apart(tensors: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> bool:
     """True where all DTensors are scalars that stand for their values, and nothing else that is written to.
 
-    They do where a plain tensor, say a gradient, meets them, and where they lie on several meshes, as the norms of
-    parameters do.
+    That is so when a plain tensor, say a gradient, is among the operands, and when they are on several meshes, as norms
+    of parameters may be.
     """
     if not all(is_plain(tensor) for tensor in written):
         return False
@@ -46,8 +46,8 @@ def specs_of(
 ) -> tuple[Spec | None, ...] | None:
     """Each DTensor's spec, None for a plain scalar and for a plain `out=`, which gets the whole result.
 
-    None when there is any other plain tensor: it has no layout. An operator that is not pointwise, such as `scatter`,
-    takes no scalar for the tensor that it works on.
+    None if there is any other plain tensor, since it has no layout. An operator that is not pointwise, such as
+    `scatter`, takes no scalar for the tensor that it works on.
     """
     specs: list[Spec | None] = [getattr(tensor, "_spec", None) for tensor in tensors]
     meshes = _meshes_of(tensors)

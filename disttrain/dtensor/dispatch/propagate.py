@@ -23,7 +23,8 @@ def propagate(call: OpCall, rule: Rule) -> Propagation:
     if len(specs) < len(call.operands):
         signatures = [signature for signature in signatures if not _adds_up_plain(call, signature)]
     may_mix = len(mesh.shape) > 1 and any(spec.layout.has_partial for spec in specs)
-    # Even along an axis of one rank, where nothing moves, a change is not free: it would cut a view off.
+    # Even along an axis of one rank, where nothing moves, a change of placement is not free: the result would no longer
+    # be a view.
     num_bytes = [0 if spec is None else max(1, math.prod(spec.shape)) * spec.dtype.itemsize for spec in call.operands]
     # What the axes so far leave of each operand.
     remaining = [None if spec is None else list(spec.shape) for spec in call.operands]
@@ -51,10 +52,10 @@ def propagate(call: OpCall, rule: Rule) -> Propagation:
 
 
 def _blockwise(call: OpCall, signatures: Sequence[Signature], chosen: Sequence[Signature]) -> Iterable[Signature]:
-    """The signatures that cut a dim, for operands of which the next axis cuts that dim block by block: no matter which
-    elements a rank has of it, they are the same ones in all operands.
+    """The signatures that cut a dim, for operands in which the next axis cuts that dim block by block. It does not
+    matter which elements a rank has, as long as they are the same in all operands.
 
-    Blocks are counted in what earlier axes leave of the dim, so these must cut it as they do now."""
+    Blocks are counted in the piece that earlier axes leave of the dim, so those axes must keep their cuts."""
     axis = len(chosen)
     for index, spec in enumerate(call.operands):
         present = None if spec is None else spec.placements[axis]
@@ -86,7 +87,8 @@ def _is_even(signature: Signature, remaining: Sequence[list[int] | None], axis_s
 def _mixes(call: OpCall, signature: Signature, axis: int) -> bool:
     """True where an operand that is partial in one way along another axis would become partial in a second way.
 
-    What changes nothing in a product changes a sum: such a tensor's value depends on which axis is reduced first.
+    The value of such a tensor depends on which axis is reduced first: the neutral element of a product is not that of a
+    sum.
     """
     return any(
         isinstance(wanted, Partial)
@@ -100,11 +102,11 @@ def _mixes(call: OpCall, signature: Signature, axis: int) -> bool:
 def _cheapest(
     possible: Sequence[tuple[int, Signature]], remaining: Sequence[list[int] | None] | None, axis_size: int
 ) -> Signature:
-    """The first of those that cost least; given the sizes that are `remaining` of the operands, of
-    those that cut these evenly.
+    """The first of those with the lowest cost. If the `remaining` sizes of the operands are given, only those that cut
+    them evenly count.
 
-    Where costs are symbols, the choice is made for the sizes at hand, and each comparison becomes a condition on which
-    a compiled graph stands: so ranks choose alike, whichever sizes they have compiled for. The fewer, the better.
+    If costs are symbols, the choice is made for the sizes at hand, and each comparison becomes a guard of the compiled
+    graph. So all ranks choose alike, whichever sizes they compiled for. Fewer comparisons are better.
     """
     ranking = sorted(range(len(possible)), key=lambda index: hint_of(possible[index][0]))
     for rank, index in enumerate(ranking):
@@ -143,7 +145,7 @@ def _cost(
         if old is not None and old != new:
             cost += size * _change(type(old), type(new), axis_size)
     if call.facts.is_inplace and not call.facts.changes_shape and present and (written := present[0]) is not None:
-        # The result has to go back to where it is written.
+        # The result has to be brought to the layout of the tensor it is written to.
         made = signature.results[0]
         if made != written:
             cost += num_bytes[0] * _change(type(made), type(written), axis_size)

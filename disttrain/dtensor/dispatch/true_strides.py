@@ -1,8 +1,8 @@
-"""Strides that kernels really give, where torch foretells others.
+"""The strides that kernels really return, where torch predicts others.
 
-Results are planned on the meta device. For some operators that says other strides than the device's own kernel then
-gives (batch and layer norms, `logsigmoid`, `svd`, `fft` on CPUs): views of the result would be refused that torch
-allows, or the other way round. The first run of a plan shows it, and the plan is bound again. Where a rank's part has
+Results are planned on the meta device. For some operators the prediction differs from the strides of the device's own
+kernel (batch and layer norms, `logsigmoid`, `svd`, `fft` on CPUs). Then views of the result would be refused that torch
+allows, or the other way round. The first run of a plan shows that, and the plan is bound again. Where a rank's part has
 too few elements to show it, the operator is run once on whole operands of zeros, if these are small.
 """
 
@@ -26,9 +26,9 @@ MAX_ZEROS = 1 << 14
 
 
 def with_true_strides(call: OpCall, results: Any) -> OpCall | None:
-    """`call` with outputs whose strides are those of `results`, its first ones; None where these are as foretold.
+    """`call` with the strides of `results`, its first ones, for its outputs; None if these are as predicted.
 
-    Decided by what all ranks see alike, since strides decide what further operators do.
+    Decided by facts that are the same on all ranks, since strides decide what later operators do.
     """
     if not call.outputs or call.facts.is_view or call.facts.returns_list:
         return None
@@ -93,11 +93,11 @@ def _true_strides(spec: Spec, part: torch.Tensor, of_zeros: Callable[[], torch.T
 
 
 def _results_for_zeros(call: OpCall) -> Sequence[torch.Tensor]:
-    """What the kernel gives for zeros in place of the whole operands; as foretold where it can't be asked."""
+    """The kernel's results for zeros in place of the whole operands; the prediction if the kernel can't be run."""
     devices = [spec.mesh.device_type for spec in call.operands if spec is not None]
     operands = tensors_of([*call.arguments, *call.keywords.values()])
     is_small = sum(_extent(operand) for operand in operands) <= MAX_ZEROS
-    # An operator of the user's may do other things besides, and a random one would draw numbers.
+    # A user's operator may have side effects, and a random one would draw numbers.
     if not is_small or call.op.namespace != "aten" or call.facts.is_random or is_traced():
         return call.outputs
     args, kwargs = replaced(call.arguments, call.keywords, [_zeros_like(operand, devices[0]) for operand in operands])

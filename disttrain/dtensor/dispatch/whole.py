@@ -21,12 +21,12 @@ from disttrain.dtensor.views.view_copy import ViewCopy, count_writes
 from disttrain.errors import LayoutError
 
 _DRAWN = frozenset({"aten.normal_", "aten.uniform_"})
-"""Random operators that look at nothing and need not draw all at once."""
+"""Random operators that read no values and need not draw all numbers at once."""
 
 
 def values_of(tensors: Sequence[Any]) -> list[torch.Tensor]:
-    """The tensors as they are, but of DTensors, scalars all, the values. Collective over their meshes, once for those
-    that lie alike."""
+    """The tensors, with the values of DTensors, which are all scalars. Collective over their meshes, once for DTensors
+    with the same layout."""
     values = list(tensors)
     alike: dict[tuple[Layout, torch.dtype], list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -42,7 +42,8 @@ def values_of(tensors: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def run_whole(wrap: Wrap, op: OpOverload, call: OpCall, tensors: Sequence[Any]) -> Any:
-    """Gather all operands, compute on every rank, keep the whole; what is written to goes back to its own layout."""
+    """Gathers all operands and computes on every rank. Results stay whole; operands that are written to return to their
+    layouts."""
     specs = [spec for spec in call.operands if spec is not None]
     layout = specs[0].layout.replicated()
     if call.facts.name in _DRAWN and call.operands[0] is not None and len(specs) == 1:
@@ -123,7 +124,7 @@ def _whole(tensor: Any, spec: Spec, *, skips_values: bool, is_written: bool) -> 
     whole = redistribute_local(local, spec, spec.layout.replicated())
     if tuple(whole.stride()) == spec.stride or spec.is_symbolic or not is_permuted(spec.shape, spec.stride):
         return whole
-    # Some operators ask for a certain order of dims in memory, and others keep the order that they find.
+    # Some operators require an order of dims in memory, and others keep the order of their operand.
     return whole.new_empty_strided(spec.shape, spec.stride).copy_(whole)
 
 

@@ -1,8 +1,8 @@
 """Steps of torch.optim's optimizers, taken on the local parts: each parameter is unwrapped once, not once per operator.
 
-An optimizer that works element by element does the same to a part as to the whole. So where its parameters, gradients
-and state are all there and lie alike, a stand-in that shares the optimizer's settings, and the memory of its state,
-takes the step in its place. Whatever is not so, such as the first step, which makes the state, goes the usual way.
+An optimizer that works element by element does the same to a part as to the whole. So if its parameters, gradients and
+state all exist and have the same layouts, a stand-in takes the step. It shares the optimizer's settings and the memory
+of its state. Other steps, such as the first, which creates the state, run on DTensors.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ derived from one of them may do otherwise."""
 
 _NO_STATE: Final[dict[str, Any]] = {}
 
-# A fused step on many small parameters takes no longer than a look at each of them in Python would: lists are made and
-# compared by functions that loop in C.
+# A fused step on many small parameters takes no longer than a check of each of them in Python would. So lists are made
+# and compared by functions that loop in C.
 _grad_of: Final = attrgetter("grad")
 
 
 def use_local_steps() -> None:
-    """From now on, let optimizers of DTensors step on the local parts where that is the same."""
+    """From now on, optimizers of DTensors step on the local parts if that gives the same result."""
     torch_optimizer.register_optimizer_step_pre_hook(_send_stand_in)
     torch_optimizer.register_optimizer_step_post_hook(_let_go_of_gradients)
 
@@ -79,7 +79,7 @@ class _Parts:
         return True
 
     def are_of(self, params: Sequence[Any]) -> bool:
-        """True while parameters, and what is in their state, are the same memory; no element is compared."""
+        """True while the parameters and the tensors of their state are the same objects; no element is compared."""
         return (
             _same(params, self.params)
             and _same(map(local_part, params), self.locals)
@@ -158,7 +158,7 @@ def _send_stand_in(
     optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The arguments of `step` with one that steps on the local parts in place of `optimizer`; None where none can."""
-    # A closure makes gradients while the step is on, a hook of the optimizer's own may still change them.
+    # A closure makes gradients during the step, and a hook of the optimizer may still change them.
     if type(optimizer) not in _BY_ELEMENT or len(args) > 1 or kwargs or optimizer._optimizer_step_pre_hooks:
         return None
     groups = optimizer.param_groups
@@ -185,7 +185,7 @@ def _let_go_of_gradients(optimizer: optim.Optimizer, args: tuple[Any, ...], kwar
     stand_in: _StandIn | None = optimizer.__dict__.get("_stand_in")
     if stand_in is not None:
         for parts in stand_in.parts_of_groups.values():
-            # Of what is written to parts nobody knows who has kept the wholes: graphs, and view copies.
+            # Graphs and view copies that have kept the DTensors do not see writes to the parts.
             count_writes(parts.params)
             count_writes(parts.wrapped)
         stand_in.let_go()

@@ -1,6 +1,7 @@
-"""Unscaling of gradients, as torch.amp.GradScaler does it: each rank its parts, and whether one was not finite for all.
+"""Unscales gradients, as torch.amp.GradScaler does it: each rank its own parts; all learn whether any value was not
+finite.
 
-The step that follows is skipped where something was found. So the ranks tell each other, one number per mesh.
+The step that follows is skipped if one was found, so the ranks tell each other: one number per mesh.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def unscale(wrap: Wrap, op: OpOverload, grads: Sequence[Any], found_inf: torch.T
     meshes if anything is infinite or nan on any. Collective over the meshes, in the order of their sizes."""
     flag, scale = values_of([found_inf, inv_scale])
     flag = flag.clone()
-    # Terms that are finite may have a sum that is not: it is the sum that counts.
+    # The sum counts: it may be infinite even if all its terms are finite.
     whole = [_reduced(wrap, grad) if _is_partial(grad) else grad for grad in grads]
     op([getattr(grad, "_local_tensor", grad) for grad in whole], flag, scale)
     for grad, unscaled in zip(grads, whole, strict=True):
@@ -60,6 +61,7 @@ def _reduced(wrap: Wrap, grad: Any) -> torch.Tensor:
 
 
 def _meshes(grads: Sequence[Any]) -> list[DeviceMesh]:
-    """Those that this rank is on, the smaller ones first: what one part of a mesh has found, all of it are told."""
+    """The meshes that this rank is on, smaller ones first, so that a finding in one part of a mesh reaches the whole
+    mesh."""
     meshes = dict.fromkeys(grad._spec.mesh for grad in grads if not is_plain(grad))
     return sorted((mesh for mesh in meshes if mesh.get_coordinate() is not None), key=lambda mesh: mesh.size())

@@ -1,8 +1,8 @@
-"""Gradients of parameters, laid out as their parameters are once they have come.
+"""Brings gradients to the layout of their parameters.
 
-The gradient of a replicated parameter comes as each rank's term of a sum. Every operator that reads it would reduce it
-anew, and clipping and optimizers call several. Small ones, as norms have, are reduced together when the backward ends;
-until then they lie as they came, and hooks of their parameters wait.
+The gradient of a replicated parameter arrives as each rank's term of a sum. Every operator that reads it would reduce
+it again, and clipping and optimizers call several. Small ones, such as those of norms, are reduced together when the
+backward ends. Until then they keep the layout in which they arrived, and the hooks of their parameters wait.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from disttrain.dtensor.spec.layout import Layout, Spec
 
 @torch.no_grad()
 def settle_together(parameters: Iterable[Any]) -> None:
-    """Bring the gradients of parameters to lie as these do, also what waits for the end of a backward. Collective."""
+    """Brings the gradients of parameters to the layouts of these, also those that wait for the end of a backward.
+    Collective."""
     grads = [(parameter, parameter.grad, _wanted(parameter, parameter.grad)) for parameter in parameters]
     moved = [(parameter, grad, layout) for parameter, grad, layout in grads if layout is not None]
     for _, grad, layout in moved:
@@ -69,9 +70,9 @@ class AsParameter:
 
 
 def settle_gradient(leaf: Any) -> None:
-    """Bring the gradient that a parameter has accumulated to lie as it does. Collective where something moves.
+    """Brings the gradient that a parameter has accumulated to the parameter's layout. Collective if anything moves.
 
-    Other leaves keep their gradients as they come, as torch's DTensor does for all.
+    Other leaves keep the layouts in which gradients arrive, as torch's DTensor does for all.
     """
     if isinstance(leaf, nn.Parameter):
         grad: Any = leaf.grad
@@ -92,8 +93,8 @@ def _wanted(parameter: Any, grad: Any) -> Layout | None:
 
 
 def _waits(parameter: Any, grad: Any, layout: Layout) -> bool:
-    """Leave a gradient to the end of the backward. All ranks decide alike, so that hooks, which one may have, don't
-    count."""
+    """Postpones a gradient to the end of the backward. All ranks must decide alike, so hooks, which only some ranks may
+    have, don't matter."""
     number = backward_number()
     if number < 0 or torch.compiler.is_compiling() or grad.requires_grad:
         return False

@@ -1,7 +1,7 @@
-"""Gradients that are zero, or are made of zeros, where torch makes them of plain tensors.
+"""Gradients that are zero, or are computed from zeros, which torch makes as plain tensors.
 
-The gradient of an average's gradient, say, does not depend on what was averaged, and torch gives that one plain zeros,
-of the global shape. These operators are caught before autograd sees them, and give DTensors.
+The second derivative of an average, for example, does not depend on the averaged values, and torch makes its gradient
+plain zeros of the global shape. These operators are caught before autograd sees them, and return DTensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _FlatIn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, result: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        # Not for their values: they may be written to.
+        # Kept for their shapes only: their values may be overwritten.
         ctx.others = [other.detach() for other in others]
         return result.clone()  # a view could not be written to
 
@@ -39,7 +39,7 @@ class _FlatIn(torch.autograd.Function):
 
 
 def _may_differentiate() -> bool:
-    """False where nothing is kept for a gradient, and where functions or graphs are made of what is differentiated."""
+    """False if no gradients are recorded, and within function transforms and traced graphs."""
     return torch.is_grad_enabled() and not is_transformed() and not is_traced()
 
 
@@ -70,7 +70,7 @@ def _written(op: OpOverload, written: torch.Tensor, *args: Any, **kwargs: Any) -
     ):
         return above_autograd(op, written, *args, **kwargs)[0]
     is_flat, function = _IN_PLACE[op]
-    # What is written to is a copy to its own gradient.
+    # For its own gradient, the tensor that is written to is a copy.
     parts = [tensor.detach() if flat else tensor.clone() for tensor, flat in zip(tensors, is_flat, strict=False)]
     flats = [tensor for tensor, flat in zip(tensors, is_flat, strict=False) if flat and tensor.is_floating_point()]
     result = function(*[*parts, *args[len(tensors) - 1 :]], **kwargs).to(written.dtype)
@@ -128,7 +128,7 @@ def _trace(op: OpOverload, matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _det(op: OpOverload, matrix: torch.Tensor) -> torch.Tensor:
-    """Of wrapped tensors torch takes the gradient by another formula, which has no right gradient of its own."""
+    """For tensor subclasses torch uses another formula for the gradient, whose own gradient is wrong."""
     if is_plain(matrix) or matrix.ndim < 2 or not _may_differentiate():
         plain: torch.Tensor = composed(op, matrix)
         return plain
@@ -152,8 +152,8 @@ def _on_the_mesh(like: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor 
 def repeated(tensor: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
     """`tensor.repeat(repeats)`, whose gradient torch makes of plain zeros where a dim is repeated 0 times.
 
-    Caught where it is called, not where it is dispatched: `torch.autograd.grad` returns the gradient of what is
-    computed on the way before a hook on that could make it a DTensor.
+    It is caught at the call, not at dispatch: `torch.autograd.grad` returns the gradient of an intermediate result
+    before a hook on it could make it a DTensor.
     """
     if 0 not in repeats or not (tensor.requires_grad and _may_differentiate()):
         return torch.Tensor.repeat(tensor, repeats)

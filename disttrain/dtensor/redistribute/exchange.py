@@ -1,4 +1,5 @@
-"""Slices of a cut dim, cut anew: who holds which of their elements, and who gets them. Planned from sizes alone.
+"""Slices of a sharded dim, sharded again: which rank holds which of their elements, and which gets them. Planned from
+sizes only.
 
 `Exchange` gives every rank its pieces of some slices of a dim that is sharded along one axis, and takes them back.
 `Broadcast` gives every rank one element of that dim.
@@ -27,7 +28,8 @@ def sole_axis(spec: Spec, dim: int) -> int | None:
 
 @dataclass(frozen=True)
 class _Run:
-    """Elements that go from one rank to another: places in the source's part, and where they begin in the target's."""
+    """Elements that go from one rank to another: their indices in the source's part, and the first index in the
+    target's."""
 
     source: IndexRange
     target: int
@@ -46,7 +48,7 @@ class Exchange:
         self._incoming = [_runs(size, slices, num_pieces, peer, position) for peer in range(num_pieces)]
         self.sizes = [piece(slice_.length, num_pieces, position)[0] for slice_ in slices]
         self.own = [run.source for run in _runs(size, slices, num_pieces, position, position, keeps_empty=True)]
-        """The places, in this rank's part, of its elements of each slice, where it keeps what it has."""
+        """The indices, in this rank's part, of its elements of each slice, for slices that do not move."""
         self.is_local = all(
             run.source.length == piece(slice_.length, num_pieces, rank)[0]
             for rank in range(num_pieces)

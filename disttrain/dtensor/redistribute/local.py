@@ -28,7 +28,7 @@ from disttrain.mesh import DeviceMesh
 
 
 def redistribute_local(local: torch.Tensor, spec: Spec, layout: Layout) -> torch.Tensor:
-    """This rank's part of the tensor `spec` describes, once it lies as `layout` says.
+    """This rank's part of the tensor that `spec` describes, in layout `layout`.
 
     Returns `local` itself when nothing is to be done. Collective: every rank of the mesh.
     """
@@ -98,7 +98,7 @@ def _by_blocks(
 def _split(local: torch.Tensor, dim: int, size: int, mesh: DeviceMesh, axes: tuple[int, ...]) -> torch.Tensor:
     (axis,) = axes
     own_size, offset = piece(size, mesh.shape[axis], mesh.get_local_rank(axis))
-    # A view would keep the whole's memory, and writing to it would write to the whole.
+    # A view would keep the memory of the whole alive, and writes to it would reach the whole.
     return local.narrow(dim, offset, own_size).clone(memory_format=torch.contiguous_format)
 
 
@@ -150,7 +150,7 @@ def _padded(local: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 
 def _all_reduce(local: torch.Tensor, partial: Partial, mesh: DeviceMesh, axes: tuple[int, ...]) -> torch.Tensor:
     if isinstance(partial, NormPartial):
-        local = local.contiguous()  # so that its powers are, of which no other copy is made
+        local = local.contiguous()  # so that its powers are contiguous too; no other copy of these is made
     group = mesh.group_along(axes)
     if isinstance(partial, NormPartial):
         if partial.order == float("inf"):
@@ -169,7 +169,7 @@ def _all_reduce(local: torch.Tensor, partial: Partial, mesh: DeviceMesh, axes: t
 
 
 def _signed_power(values: torch.Tensor, exponent: float) -> torch.Tensor:
-    """A norm that was written to may be negative, on the one rank that holds it: its powers are, too."""
+    """A norm that was written to may be negative on the one rank that holds it; then its power is negative, too."""
     magnitudes = values.abs()
     if exponent == 2.0:
         return magnitudes.mul_(values)
@@ -181,8 +181,8 @@ def _is_average_of_floats(local: torch.Tensor, partial: Partial) -> bool:
 
 
 def _averaged(local: torch.Tensor, num_ranks: int, reduce: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """The average by `reduce`, of numbers so small that their sum fits wherever the average does: what was written to
-    an average, all ranks hold. Divided by a power of two, which loses no bits."""
+    """Averages by `reduce` numbers that are scaled down, so that their sum fits wherever the average does: after a
+    write to an average, all ranks hold the value. Divided by a power of two, which loses no bits."""
     factor = 2.0 ** (num_ranks - 1).bit_length()
     # Numbers of 16 bits would lose some where they are small.
     wide = local.float() if local.dtype == torch.float16 else local

@@ -18,7 +18,7 @@ from disttrain.dtensor.spec.layout import Layout, Spec
 from disttrain.dtensor.spec.placement import Replicate
 
 MAX_TOGETHER_BYTES: Final = 1 << 20
-"""Larger tensors go by themselves: their time is that of their bytes, and a copy of them would only take memory."""
+"""Larger tensors have a collective each: their bytes take the time, and joining them would need a copy."""
 
 Move = tuple[int, Spec, Layout]
 """The operand's place, how it lies, and how it is to lie."""
@@ -30,7 +30,7 @@ class Moves:
     def __init__(self, moves: Sequence[Move]) -> None:
         groups: dict[Any, list[Move]] = {}
         for move in moves:
-            # What is not reduced has a group of its own.
+            # A move that is not a reduction is a group by itself.
             groups.setdefault(_reduction_of(move) or move[0], []).append(move)
         self._groups = list(groups.values())
 

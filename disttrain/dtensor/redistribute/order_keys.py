@@ -1,7 +1,8 @@
-"""Floats as integers of the same order, for extrema over ranks: backends may lose a not-a-number, which torch keeps.
+"""Maps floats to integers of the same order, for minima and maxima over ranks: backends may lose a NaN, which torch
+keeps.
 
-The bits of an IEEE 754 float, read as an integer, rise with a positive float and fall with a negative one; turning the
-lower bits of negative ones over makes one order of all. Doing so twice gives the bits back.
+The bits of an IEEE 754 float, read as an integer, increase with positive floats and decrease with negative ones.
+Inverting the lower bits of negative ones gives one order for all. Doing so twice restores the bits.
 """
 
 from __future__ import annotations

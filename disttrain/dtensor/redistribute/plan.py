@@ -17,7 +17,7 @@ _LINEAR = frozenset({Partial("sum"), Partial("avg")})
 
 @dataclass(frozen=True)
 class Step:
-    """Abstract: something done along mesh axes `axes`, in their order, after which they have placement `result`."""
+    """Abstract: a step along mesh axes `axes`, in their order, after which these have placement `result`."""
 
     axes: tuple[int, ...]
 
@@ -91,8 +91,8 @@ class MakePartial(Step):
 def plan_redistribute(source: Placements, target: Placements) -> tuple[Step, ...]:
     """Steps that turn placements `source` into `target`.
 
-    Pieces nest in the order of the axes, so a dim is put together from the last axis to the first and cut from the
-    first to the last; an axis that stays cut is undone too when an earlier axis of the same dim changes.
+    Pieces nest in the order of the axes. So a dim is gathered from the last axis to the first, and cut from the first
+    to the last. If an earlier axis of the same dim changes, a later axis that stays cut is gathered and cut again.
     """
     steps: list[Step] = []
     current = list(source)
@@ -116,7 +116,7 @@ def plan_redistribute(source: Placements, target: Placements) -> tuple[Step, ...
         if isinstance(wanted, Shard | StridedShard) and current[axis] != wanted:
             steps.append(Split((axis,), wanted.dim, num_blocks(wanted)))
             current[axis] = wanted
-    # From the last axis to the first, as they are reduced from the first to the last: neutral elements stay neutral.
+    # From the last axis to the first, since reductions go from the first to the last: so neutral elements stay neutral.
     for axis, wanted in reversed(list(enumerate(target))):
         if isinstance(wanted, Partial) and current[axis] != wanted:
             steps.append(MakePartial((axis,), wanted))
@@ -124,8 +124,8 @@ def plan_redistribute(source: Placements, target: Placements) -> tuple[Step, ...
 
 
 def _must_reduce(axis: int, source: Placements, target: Placements) -> bool:
-    """True where a partial axis changes, or a later one does that is partial in another way: a tensor's value is what
-    comes out when its axes are reduced in their order."""
+    """True if a partial axis changes, or a later one that is partial by another reduction: a tensor's value is defined
+    by reducing its axes in their order."""
     return source[axis] != target[axis] or any(
         source[later] != target[later]
         and any(
@@ -172,7 +172,7 @@ def _is_even(dim: int, placements: Placements, shape: Sequence[int], mesh_shape:
 
 
 def _must_gather(axis: int, dim: int, source: Placements, target: Placements) -> bool:
-    """True unless this axis, and every earlier one that has to do with `dim`, stays as it is."""
+    """True unless this axis, and every earlier one that concerns `dim`, keeps its placement."""
     return any(
         source[earlier] != target[earlier] and dim in (source[earlier].cut_dim, target[earlier].cut_dim)
         for earlier in range(axis + 1)
@@ -180,7 +180,7 @@ def _must_gather(axis: int, dim: int, source: Placements, target: Placements) ->
 
 
 def _exchange(axis: int, source: Placements, target: Placements) -> AllToAll | None:
-    """One exchange in place of a gather and a cut, where no other axis has to do with either dim."""
+    """One all-to-all instead of a gather and a cut, if no other axis concerns either dim."""
     old, new = source[axis], target[axis]
     if not isinstance(old, Shard) or not isinstance(new, Shard) or old == new:
         return None

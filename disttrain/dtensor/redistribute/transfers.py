@@ -1,7 +1,7 @@
 """The collectives that move parts: done at once, or, while a compiler records, as operators of its graph.
 
 Both ways have the same values. At once, buffers are reused where a graph would make copies. Parts on the meta device
-have no values to move: they become others of the shape that the moved ones would have.
+have no values to move: they are replaced by parts of the resulting shape.
 """
 
 from __future__ import annotations
@@ -89,5 +89,5 @@ def broadcast(values: torch.Tensor, group_src: int, group: ProcessGroup) -> torc
 
 
 def _is_recorded(tensor: torch.Tensor) -> bool:
-    """Also true of a tensor of the compiler's that somebody looks at: it has no memory to send."""
+    """Also true for a tensor of the compiler that is inspected while tracing: it has no memory to send."""
     return is_traced() or type(tensor) is not torch.Tensor

@@ -113,7 +113,7 @@ _NUM_CORE_DIMS: Mapping[str, int | tuple[int, ...]] = {
     "lu_unpack": (2, 1),
     "ormqr": (2, 1, 2),
 }
-"""How many last dims stay whole: of every operand, or of each."""
+"""The number of last dims that stay whole: of every operand, or of each."""
 
 
 def batched(call: OpCall) -> AxisMap | None:

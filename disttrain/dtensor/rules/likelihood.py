@@ -15,7 +15,7 @@ from disttrain.dtensor.spec.layout import Spec
 
 _SUM = 2
 _SKIPPED = -100
-"""What stands in a part's targets for the ones that it skips."""
+"""The value in a part's targets for those that it skips."""
 
 
 def likelihood(call: OpCall) -> AxisMap | None:

@@ -28,7 +28,7 @@ _PARTIALS: dict[str, tuple[Partial, ...]] = {
     "aten.prod": (Partial("product"),),
     "aten.sum": (_SUM,),
 }
-"""What each result is when a reduced dim is cut."""
+"""The placement of each result if a reduced dim is sharded."""
 
 _NORMS = frozenset({"aten.linalg_vector_norm", "aten.norm"})
 

@@ -48,7 +48,7 @@ class Layout:
     is_symbolic: bool
     """True when a placement counts blocks by a symbol, as the compiler traces a flattened dim."""
     plans: dict[Any, Any]
-    """What dispatch has found out for operands that lie so, whatever their shapes."""
+    """The plans of dispatch for operands with this layout, whatever their shapes."""
     _replicated: Layout | None
 
     def __new__(cls, mesh: DeviceMesh, placements: Sequence[Placement]) -> Self:
@@ -132,9 +132,9 @@ class Spec:
     placements: Placements
     is_symbolic: bool
     view_copy: ViewCopy | None
-    """What a view that moved its operand owes to it; such a spec is an object of its own, with no plans."""
+    """The link of a view copy to its owner; such a spec is an object of its own, without plans."""
     plans: dict[Any, Any]
-    """What dispatch does for a first operand of this spec, by operator and other operands."""
+    """The plans of dispatch for a first operand of this spec, by operator and other operands."""
     _local_shape: tuple[int, ...] | None
     _form: tuple[Any, ...] | None
 

@@ -51,10 +51,10 @@ class ViewCopy:
         with torch.inference_mode(mode=owner.is_inference()):
             self.moved = fetch.read(owner._local_tensor)
         self._parent: ViewCopy | None = None
-        """What ties the owner itself, where that is a view copy."""
+        """The link of the owner itself, if that is a view copy."""
         self.owner = owner
         self.counter = owner
-        """What counts the writes that are put back."""
+        """The tensor whose counter counts the writes that are put back."""
         self._spec = owner._spec
         self._part: torch.Tensor = owner._local_tensor
         self._fetch = fetch

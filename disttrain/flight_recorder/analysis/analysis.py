@@ -36,7 +36,7 @@ class Analysis:
 def analyze(path: Path, job: str | None = None) -> Analysis:
     """Analyze `job` (None: the newest) of those with dumps in the folder `path`; or the one dump in the file `path`.
 
-    A folder of logs is as good as the one in it with the dumps.
+    A folder of logs may be given instead of the folder of dumps in it.
 
     Raises: FlightDumpError when `path` is not there or cannot be listed.
     """
@@ -113,7 +113,7 @@ def _dump_of_each_rank(dumps: Sequence[Dump], notes: list[str]) -> list[Dump]:
     for dump in sorted(dumps, key=lambda dump: dump.dumped_s):
         if dump.rank in latest and RING not in (dump.reason, latest[dump.rank].reason):
             notes.append(f"rank {dump.rank} has several dumps; the latest counts")
-        # A ring says less than a dump, unless something has happened since.
+        # A ring says less than a dump, unless the rank has made calls since the dump.
         if dump.reason != RING or dump.rank not in latest or _last_s(dump) > latest[dump.rank].dumped_s:
             latest[dump.rank] = dump
     return [latest[rank] for rank in sorted(latest)]

@@ -1,4 +1,5 @@
-"""Ranks that wait for each other all around: over collectives of several groups, or for messages. Pure, torch-free."""
+"""Finds ranks that wait for each other in a circle: over collectives of several groups, or for messages. Pure,
+torch-free."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def _of_one_side(
     matched: Match, circle: Sequence[Wait], messages: Sequence[Wait], evidence: tuple[str, ...]
 ) -> Verdict:
     in_message = {wait.rank for wait in messages}
-    # Who is itself held up in a message may get to its own part yet; who is past that in a collective has left it out.
+    # A rank that is itself held up in a message may still come to its part; one that is past its part in a collective
+    # has left it out.
     guilty = [wait for wait in messages if set(wait.for_ranks) - in_message] or list(messages)
     to_blame = sorted({rank for wait in guilty for rank in wait.for_ranks})
     record = guilty[0].record

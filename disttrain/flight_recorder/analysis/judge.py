@@ -52,7 +52,7 @@ def _contradictions(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
 
 
 def _ends(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
-    """The ranks that others wait for and that wait for nobody themselves, those that are alike in one verdict."""
+    """The ranks that others wait for and that wait for nobody themselves; similar ones share a verdict."""
     alike: dict[tuple[Kind, Cause, str], list[int]] = {}
     queued: dict[tuple[str, str, int], dict[int, Record]] = {}
     was_broken = broke(waits)
@@ -78,8 +78,8 @@ def _ends(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
 def _doubt(matched: Match, verdict: Verdict, *, was_broken: bool) -> int:
     """Lower is more probable.
 
-    A rank that was seen elsewhere is certain; a dump may also be missing because nobody collected it. But where
-    connections broke, the process at their other end has gone. Who gave up waiting itself is no cause.
+    A rank that was seen elsewhere is certain; a dump may also be missing because nobody collected it. But broken
+    connections mean that the process at their other end is gone. A rank that gave up waiting itself is not a cause.
     """
     dump = matched.dumps.get(verdict.ranks[0])
     if dump is None:

@@ -16,7 +16,7 @@ from disttrain.flight_recorder.record.record import RECEIVE, SEND, CallSite, Gro
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective of one group: the records of those who came, as far as their rings still have them.
+    """One collective of one group: the records of the ranks that came, if their rings still have them.
 
     `absent` ranks have a dump and have not come; `unknown` ones have no dump.
     """
@@ -120,7 +120,8 @@ def match(dumps: Sequence[Dump]) -> Match:
 def _note_records(
     groups: dict[str, _Group], messages: dict[MessageKey, dict[str, Record]], rank: int, dump: Dump
 ) -> None:
-    """The loop over all records of all ranks: by address, a call site is looked at once, and not its fields."""
+    """The loop over all records of all ranks. Call sites are compared by address, so the fields of each are read
+    once."""
     collectives_of: dict[int, dict[int, dict[int, Record]] | None] = {}
     for record in dump.records:
         site_id = id(record[0])

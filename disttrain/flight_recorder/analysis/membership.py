@@ -64,7 +64,7 @@ def _never_made(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
                 evidence.append(f"rank {rank} waits in {made.operation} of group {made.group_title} at {where}")
             else:
                 evidence.append(stack_line(dump))
-    # Whom only such ranks miss that are missed themselves may well have made the right groups.
+    # Ranks that are missed only by ranks that are missed themselves may have made the right groups.
     to_blame = {rank for rank, ranks in accusers.items() if not ranks <= accusers.keys()} or set(accusers)
     if not to_blame:
         return []

@@ -27,7 +27,7 @@ def _sizes(site: CallSite) -> Hashable:
     return (site.num_input_elements, site.num_output_elements) if site.operation in _EVEN else None
 
 
-# What must be alike, the most telling first.
+# The fields that must be equal, the most significant first.
 _FIELDS: Final[tuple[tuple[Kind, str, Callable[[CallSite], Hashable]], ...]] = (
     (Kind.MISMATCHED_OPERATION, "different operations", lambda site: site.operation),
     (Kind.MISMATCHED_ROOT, "different roots", lambda site: site.peer_rank),
@@ -175,7 +175,8 @@ def _call(dumps: Mapping[int, Dump], collective: Collective, ranks: list[int]) -
 
 
 def _minority(matched: Match, collective: Collective, ways: list[list[int]]) -> list[int]:
-    """The minority. Where there is none: those whose call is new to the group while the others' is not; else all."""
+    """The minority. If there is none, the ranks whose call is new to the group while that of the others is not; else
+    all."""
     by_size = sorted(ways, key=len)
     if len(by_size[-1]) == len(by_size[-2]):
         stacks = {

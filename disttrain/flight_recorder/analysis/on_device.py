@@ -1,4 +1,4 @@
-"""Finds waits on GPUs in dumps without marks, where the host has left each collective as soon as it was queued.
+"""Finds waits on GPUs in dumps without marks, in which hosts have left each collective as soon as it was queued.
 
 A device runs its queue in order, and leaves no collective before the devices of all members have come to it. So the
 last calls of all ranks are simulated together: where the simulation gets stuck, devices are stuck. Pure, torch-free.
@@ -21,7 +21,8 @@ _NUM_LAST: Final = 256
 """Of each rank's records: devices are not further behind their hosts than some hundred kernels."""
 
 DeviceWait = tuple[int, Record, tuple[int, ...]]
-"""Rank, the operation that its device hangs in, and for whom: for nobody where all have come and it does not end."""
+"""A rank, the operation that its device hangs in, and the ranks it waits for: none if all have come and it does not
+end."""
 
 
 def find_device_waits(matched: Match) -> list[DeviceWait]:
@@ -39,7 +40,7 @@ def find_device_waits(matched: Match) -> list[DeviceWait]:
             if rank in busy or (ended.intersection(others) and matched.dumps[rank].reason != RING):
                 waits.append((rank, _held(front), others))
     if waits:
-        return waits  # Whoever is busy beside these has something else on its device.
+        return waits  # Other busy ranks have other work on their devices.
     return [
         (rank, _held(queue[-1]), ())
         for rank, queue in play.queues.items()

@@ -17,11 +17,11 @@ from disttrain.flight_recorder.record.record import Record
 
 _MIN_RECORDS: Final = 8
 _MIN_MORE_S: Final = 1.0
-"""That it works for longer than any other; less may be the machine's doing, or the start's."""
+"""By how much it must work longer than any other; less may come from the machine, or the start."""
 _MIN_SHARE: Final = 0.2
 """Of the recorded time."""
 _NUM_PAUSES: Final = 2
-"""That any rank may make, for a save or a connection, and be no straggler."""
+"""Pauses that any rank may make, for a save or a connection, without being a straggler."""
 _DEVICE_OF: Final = attrgetter("device")
 
 
@@ -36,7 +36,7 @@ def find_straggler(matched: Match) -> list[Verdict]:
         return []
     spans_s = {rank: rank_records[-1].times_s[0] - rank_records[0].times_s[0] for rank, rank_records in records.items()}
     work_s = {rank: _work_s(rank_records) for rank, rank_records in records.items()}
-    # A ring that is full reaches back to a time of its own.
+    # Full rings of different ranks reach back to different times.
     shares = {rank: work_s[rank] / max(spans_s[rank], _MIN_MORE_S) for rank in records}
     *_, second, rank = sorted(shares, key=shares.__getitem__)
     more = shares[rank] - shares[second]

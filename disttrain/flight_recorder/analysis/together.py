@@ -14,7 +14,7 @@ from disttrain.flight_recorder.record.record import Record, State, ranks_text
 
 def find_all_entered(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
     """Finds an operation that all its ranks have entered, and that does not end; at most one verdict."""
-    # What others have not come to yet is no operation that all have entered.
+    # An operation that some ranks have not come to is handled elsewhere.
     together = [wait for wait in waits if not wait.for_ranks]
     if not together:
         return []

@@ -19,11 +19,11 @@ from disttrain.flight_recorder.dumps.dump import RING, Dump
 from disttrain.flight_recorder.record.record import SEND, Record, State
 
 MIN_WAIT_S: Final = 1.0
-"""The shortest wait of a hang: where no rank has waited for as long when it was dumped, there is none."""
+"""The shortest wait of a hang: if no rank had waited this long when it was dumped, there is no hang."""
 
 UNSURE_S: Final = 10.0
-"""The same where all have come, and it may be that they are connecting, or that nobody waits: without stacks, and on
-GPUs, an operation that is under way may be one that the host has only begun."""
+"""The same if all have come. They may be connecting, or nobody may wait yet: without stacks, and on GPUs, an unfinished
+operation may be one that the host has only begun."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def _has_arrived(matched: Match, rank: int, record: Record) -> bool:
 
 def _missing(matched: Match, rank: int, record: Record, gone: AbstractSet[int]) -> tuple[int, ...]:
     if record.is_queued:
-        return ()  # It waits for what is queued before it.
+        return ()  # It waits for the work that is queued before it.
     if record.state is State.CONNECTING or not record.site.is_message:
         collective = matched.collectives[record.site.group_name][record.sequence]
         missing = collective.absent + collective.unknown

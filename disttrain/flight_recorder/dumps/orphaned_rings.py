@@ -38,7 +38,7 @@ def keep_silent(rings: Path, folder: Path, silent_s: float, job: str = "*") -> N
 
 
 def remove_forgotten(rings: Path) -> None:
-    """Remove what processes have left in `rings` that ended badly, days ago; whoever wanted to look has done so."""
+    """Removes the files that crashed processes left in `rings` days ago."""
     oldest_s = time.time() - MAX_AGE_S
     for ring in rings.glob(f"*{layout.SUFFIX}"):
         try:

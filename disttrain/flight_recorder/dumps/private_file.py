@@ -18,7 +18,8 @@ def replace_file(file: Path, data: bytes) -> None:
     Several threads may do so at once: the last one's is kept.
     """
     temporary = file.with_name(f".{file.name}.{os.getpid()}-{threading.get_native_id()}")
-    # What is there is of a process that was killed; whatever it is, nothing is written through it.
+    # A file of this name was left by a process that was killed. Whatever it is, even a link, nothing is written through
+    # it.
     temporary.unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:

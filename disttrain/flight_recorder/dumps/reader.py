@@ -106,7 +106,7 @@ def decode(data: bytes, shared: Shared | None = None) -> Dump:
 
 
 def _decode_whole(items: list[Any], shared: Shared) -> Dump:
-    """Decodes a dump in one call, which takes half the time. Still anybody may have written it."""
+    """Decodes a dump in one call, in half the time. The content is still checked, since anybody may have written it."""
     reader = _Reader(shared)
     for item in items:
         if type(item) is list and item and item[0] == "record":
@@ -165,7 +165,7 @@ class _Reader:
     raw_records: list[list[Any]] = field(default_factory=list)
 
     def records(self) -> list[Record]:
-        """Oldest first. Nearly all that a dump has are records: their types are looked at all together."""
+        """Oldest first. Nearly all of a dump are records, so their types are checked all at once."""
         raw = self.raw_records[::-1]
         if not raw or set(map(len, raw)) != {_RECORD_SIZE}:
             return self._records_singly()

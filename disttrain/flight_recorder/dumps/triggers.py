@@ -85,7 +85,7 @@ def _attach_in_folder(recorder: FlightRecorder, world: World, asked_folder: Path
     for _ in range(_MAX_TRIES):
         rings = made_private_folder()
         remove_forgotten(rings)
-        # Where the last of other ranks there has just removed it: again.
+        # Repeated if the last of the other ranks has just removed the folder.
         with suppress(FileNotFoundError):
             recorder.attach(world, rings, asked_folder)
             return rings
@@ -129,10 +129,11 @@ class Triggers:
         self._pid = os.getpid()
         self._previous_hook = sys.excepthook
         self._is_done = False
-        # The handler writes a line at a time: the dump of a signal may be under way, or to come, when the last is made.
+        # The handler writes one line for each signal, so the dump of a signal may still be in progress, or waiting,
+        # when the last dump is made.
         self._dumping = threading.Lock()
         self._reading, self._writing = os.pipe()
-        # A handler must never wait, not even for a pipe that nobody empties.
+        # A handler must never wait, not even for a full pipe.
         os.set_blocking(self._writing, False)
         self._previous_handler = signal.getsignal(signal.SIGUSR2)
         is_taken = self._previous_handler not in (signal.SIG_DFL, signal.SIG_IGN, None)
@@ -150,7 +151,7 @@ class Triggers:
                 # `finally: destroy_process_group()` comes before the hook.
                 error = sys.exc_info()[1]
                 self._dump(EXIT if error is None else EXCEPTION, error)
-        # Launchers signal whoever has a ring: without the handler that would end the process.
+        # Launchers signal every process that has a ring; without the handler the signal would end the process.
         self._recorder.ring.close()
         # Python does not see faulthandler's handlers: another one than before was installed over it, and stays.
         if signal.getsignal(signal.SIGUSR2) == self._previous_handler:
@@ -172,7 +173,7 @@ class Triggers:
             with self._dumping:
                 self._is_done = self._dump(UNCAUGHT_EXCEPTION, error)
             if self._is_done:
-                self._recorder.close()  # The dump says all that the ring does.
+                self._recorder.close()  # The dump has all that the ring has.
             else:
                 atexit.unregister(self._recorder.close)
         self._previous_hook(kind, error, where)

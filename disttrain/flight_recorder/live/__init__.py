@@ -1,1 +1,1 @@
-"""A job that runs: its watchdog, its steps, what its ranks are at."""
+"""A running job: its watchdog, its steps, and the present calls of its ranks."""

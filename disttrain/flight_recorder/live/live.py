@@ -25,7 +25,8 @@ from disttrain.flight_recorder.views.data import shift_s
 from disttrain.flight_recorder.views.words import call_name, line_of, purpose, seconds_text
 
 SILENT_S: Final = 20.0
-"""A rank whose watchdog gives no sign for as long holds the interpreter's lock, is stopped, or its node is dead."""
+"""If the watchdog of a rank gives no sign of life for this long, the rank holds the interpreter's lock, is stopped, or
+its node is dead."""
 _MAX_NAMED: Final = 3
 
 

@@ -33,7 +33,7 @@ NO_JOB: Final = 3
 _USAGE: Final = 2
 _MAX_LINES: Final = 40
 _MAX_SHARE: Final = 0.25
-"""Of one core, that reading rings may take."""
+"""The share of one core that reading rings may take."""
 
 
 def watch(argv: Sequence[str]) -> int:

@@ -48,7 +48,7 @@ _RANK_0_FIRST_S: Final = 1.0
 
 
 class Waiting:
-    """Since when nothing has moved; pure. `look` at each beat."""
+    """The time since which nothing has changed; pure. Call `look` at each beat."""
 
     def __init__(self) -> None:
         self._seen: object = None
@@ -56,7 +56,7 @@ class Waiting:
         self._was_told = False
 
     def look(self, seen: object, waits: bool, now_s: float) -> float:
-        """Seconds that the rank has waited for with the same to be seen; 0 when that has been `told` already."""
+        """Seconds that the rank has waited without any change; 0 if the others have been `told` already."""
         if seen != self._seen or not waits:
             self._seen, self.since_s, self._was_told = seen, now_s, False
         return 0.0 if self._was_told else now_s - self.since_s
@@ -94,7 +94,7 @@ class Watchdog:
         world = recorder.world
         self._stacks_file = rings / f"{recorder.name}{STACKS_SUFFIX}"
         self._stacks = _private_file(self._stacks_file)
-        # One for all beats: of a driver that does not answer, one thread waits.
+        # One for all beats, so that only one thread waits for a driver that does not answer.
         self._probe = Probe()
         self._responder: Responder | None = None
         if world.world_size > 1:
@@ -132,7 +132,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         self._beat()
-        # Here: nobody waits for this thread to load it, and in a hang files may be out of reach.
+        # Loaded here, since nobody waits for this thread, and in a hang files may be out of reach.
         from disttrain.flight_recorder.analysis.analysis import analyze
         from disttrain.flight_recorder.dumps.orphaned_rings import keep_silent  # as above
 
@@ -174,7 +174,8 @@ class Watchdog:
         activity, device = self._recorder.ring.activity(), self._recorder.world.device
         waited_s = self._inside.look(activity, _is_inside(), now_s)
         stuck_s = self._on_device.look((activity, _main_position()), activity > 0 and device.type == "cuda", now_s)
-        # Asked late only: a query may spoil the capture of a CUDA graph, which does not take so long.
+        # Asked only after a while: a query may invalidate the capture of a CUDA graph, but a capture does not take so
+        # long.
         if stuck_s >= self._soft_limit_s and self._is_busy(device) is not False:
             return max(waited_s, stuck_s)
         return waited_s
@@ -203,7 +204,7 @@ class Watchdog:
         return True
 
     def _keep_others(self, keep_silent: Callable[[Path, Path, float, str], None]) -> None:
-        """Ranks of this machine that cannot dump: what they have left goes to the dumps, wherever these are read."""
+        """Copies the rings of ranks of this machine that cannot dump to the folder of dumps."""
         try:
             keep_silent(self._rings, self._folder, self._soft_limit_s / 2, self._recorder.job)
         except OSError as problem:
@@ -227,7 +228,7 @@ class Watchdog:
         try:
             return not self._probe.ask(partial(has_stream_ended, device.index or 0))
         except TimeoutError:
-            return True  # Somebody waits in its driver for what is queued, and keeps others out.
+            return True  # Another thread waits in the driver for queued work, and blocks others.
         except RuntimeError:
             return None
 

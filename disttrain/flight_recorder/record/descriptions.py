@@ -56,7 +56,7 @@ class Site:
         self.following: Site = self
 
     def forget(self) -> None:
-        """Be known no more: the number means nothing from now on."""
+        """Forgets the site: its number has no meaning from now on."""
         self.code = None
         self.following = self
 
@@ -65,7 +65,7 @@ class Descriptions:
     """Describes groups, channels, stacks and call sites in `ring`. `sites` are the call sites by what is asked for and
     the offsets of their callers.
 
-    Several stacks may have the offsets alike, and then differ in their code.
+    Several stacks may have equal offsets and different code.
     """
 
     def __init__(self, ring: Ring) -> None:

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 _MAX_ANSWER_S: Final = 0.5
 """The time that an idle stream may take to come to a mark, for all marks to be put beside the host's clock."""
 _MAX_TURN_S: Final = 8 * _MAX_ANSWER_S
-"""The time that others may read before: two of them that the driver lets not in."""
+"""The time that earlier readers may take: two of them that block in the driver."""
 MIN_BETWEEN_NS: Final = 5_000_000
-"""From an operation of which it is marked how long it takes, to the next: each mark costs a GPU a few microseconds.
-That a device comes to an operation is marked always, since any may be the one that a job hangs in."""
+"""The time between two operations whose durations are marked, since each mark costs a GPU a few microseconds. The mark
+of a device's arrival is always set, since a job may hang in any operation."""
 
 
 class Event(Protocol):
@@ -106,7 +106,7 @@ class DeviceMarks:
         self._device = device
         # Made by the first operation: the GPU is left alone until the script has chosen it.
         self._idle_stream: Any = None
-        # What one waits for, the other may do without.
+        # One of them may finish while the other waits.
         self._probes = Probe(2 * _MAX_ANSWER_S), Probe(2 * _MAX_ANSWER_S)
         # The event that one reads by is recorded again by the next but one.
         self._turn = threading.RLock()
@@ -171,7 +171,7 @@ class DeviceMarks:
 
     def _read_by_new_clock(self, marked_ns: dict[int, MarkedNs]) -> None:
         clock = self._probes[0].ask(self._set_clock)
-        # Who has just been let into the driver asks torch, which is quicker, since it keeps the interpreter's lock.
+        # The driver does not block, so torch is asked, which is faster, since it keeps the interpreter's lock.
         with beside_captures():
             self._read(clock, marked_ns)
 
@@ -193,7 +193,7 @@ class DeviceMarks:
             self._device.record(event, self._idle_stream)
             while True:
                 has_passed, now_ns = self._device.has_passed(event), time.monotonic_ns()
-                # Who is let into the driver late learns that it was passed, but not when.
+                # A call that blocks in the driver shows that the event was passed, but not when.
                 if now_ns > end_ns:
                     raise TimeoutError
                 if has_passed:

@@ -54,7 +54,8 @@ _shape_of: Final = attrgetter("shape")
 _dtype_of: Final = attrgetter("dtype")
 
 _DEPTH: Final = 3
-"""From `begin` to who called the collective: `issue` and the collective are ours; only a frame asked for costs."""
+"""The number of frames from `begin` to the caller of the collective: `issue` and the collective are ours. Only frames
+that are requested cost time."""
 
 
 class FlightRecorder:
@@ -75,7 +76,7 @@ class FlightRecorder:
         self._header: dict[str, Any] = {}
         self._closing: list[Callable[[], None]] = []
         self._last: Site
-        """That of the call before, of whatever thread: where threads come in turns, less is found at once."""
+        """The site of the previous call, of any thread; if threads alternate, the shortcut finds less."""
         self._use(Ring(num_records))
 
     @property
@@ -186,7 +187,7 @@ class FlightRecorder:
         last = self._last
         site = last.following
         is_next = False
-        # Training is a loop: to look whether this is what came next the last time takes less than to find it among all.
+        # Training is a loop: comparing with the site that came next the last time takes less than a search among all.
         if (
             first.f_code is site.code
             and first.f_lasti == site.offset
@@ -217,7 +218,7 @@ class FlightRecorder:
             sequence = next(messages)
         # One call for a number: threads may come here together.
         number = self._next_number()
-        # Reckoned: to go round in lists of places would take their memory through the cache.
+        # Computed, since a list of offsets would take up room in the processor's cache.
         word = self._first_word + number % self._num_records * _SLOT_WORDS
         self._words[site.counter] = sequence
         now_ns = _now_ns()

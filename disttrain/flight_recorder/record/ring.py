@@ -46,7 +46,7 @@ class Ring:
         try:
             if self._fd >= 0:
                 os.ftruncate(self._fd, 0)
-                # Where the disk is full this fails; to write to a page that cannot be had would end the process.
+                # This fails if the disk is full; writing to a mapped page without disk space would kill the process.
                 os.posix_fallocate(self._fd, 0, self._entries_at)
             # Whole pages are mapped; what lies beyond the slots in the last one is written through the descriptor only.
             self.memory = mmap.mmap(self._fd, self._entries_at)
@@ -79,7 +79,7 @@ class Ring:
     @property
     def is_full(self) -> bool:
         """True when it is time to `replace` the entries."""
-        # Where records need more than that, to replace them at each new one would cost more than it gains.
+        # If the records need more than that, replacing entries at each new one would cost more than it gains.
         return len(self._entries) > max(MAX_ENTRIES_BYTES, 2 * self._num_kept_bytes)
 
     @property
@@ -94,7 +94,7 @@ class Ring:
         self._num_kept_bytes = len(data)
         if self._fd >= 0:
             try:
-                # Who dies in between leaves old entries behind the new ones, which a reader notices.
+                # A process that dies in between leaves old entries behind the new ones, which a reader notices.
                 os.pwrite(self._fd, data, self._entries_at)
                 os.ftruncate(self._fd, self._entries_at + len(data))
             except OSError:

@@ -33,8 +33,9 @@ from disttrain.mesh import DeviceMesh
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one kind in a step: over how many ranks, how many calls, what each rank sends in all of them, and
-    as how many collectives, since a call that brings parameters right into their places has one for each."""
+    """Collectives of one kind in a step: the number of ranks, the number of calls, the bytes that each rank sends in
+    all of them, and the number of collectives. A call that gathers parameters directly into their places has one
+    collective for each."""
 
     operation: str
     num_ranks: int
@@ -54,14 +55,14 @@ class Estimate:
     optimizer_bytes: int
     buffers_bytes: int
     host_bytes: int
-    """How much of parameters, gradients and optimizer state an offload policy keeps in the host's memory."""
+    """The bytes of parameters, gradients and optimizer state that an offload policy keeps in the host's memory."""
     resting_bytes: int
-    """What the device holds all the time: parameters, optimizer state, buffers."""
+    """The bytes that the device holds all the time: parameters, optimizer state, buffers."""
     peak: Peak
-    """What comes and goes, when it is most. Activations are not in it, nor an optimizer's intermediate results."""
+    """Temporary memory at its peak, without activations and an optimizer's intermediate results."""
     traffic: tuple[Traffic, ...]
     transfers_text: str
-    """In which form parameters and gradients go over the wire, and how many modules' are together."""
+    """The form in which parameters and gradients are sent, and how many modules are sent together."""
 
     @property
     def unsharded_peak_bytes(self) -> int:
@@ -70,7 +71,7 @@ class Estimate:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that the device holds at one time, but for activations."""
+        """The most that the device holds at one time, without activations."""
         return self.resting_bytes + self.peak.num_bytes
 
     @property
@@ -188,7 +189,7 @@ def _sharded_twin(
             "estimate", "parts of the model are sharded, but not the model itself.", "Call fully_shard on it first."
         )
     tensors = [*model.parameters(), *model.buffers()]
-    # What deepcopy finds here it takes for copied already.
+    # deepcopy takes what it finds here as already copied.
     memo: dict[int, Any] = {id(tensor): _without_memory(tensor) for tensor in tensors}
     twin = copy.deepcopy(model, memo)
     for block in blocks:

@@ -1,7 +1,8 @@
-"""A step of training gone through without tensors: what is allocated when, and what is sent. Pure.
+"""Simulates a step of training without tensors: what is allocated when, and what is sent. Pure.
 
-The machine that decides for `fully_shard` is told of modules that run in the order in which they are registered, from
-the second step on, when that order has been learnt; its commands are carried out on counters. Activations are left out.
+The state machine that decides for `fully_shard` gets the events of modules that run in the order of their registration.
+The step is the second one or later, when that order has been learnt. The machine's commands are carried out on
+counters. Activations are left out.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Parts = Sequence[tuple[GroupSizes, Sequence[ParamSizes]]]
 
 @dataclass(eq=False)
 class _Gathering:
-    """A gather under way: what is held until it has come, and the buffer that is copied from then."""
+    """A gather in progress: its input, which is held until it has ended, and the buffer that is then copied from."""
 
     held_bytes: int
     output_bytes: int
@@ -49,7 +50,7 @@ class _Gathering:
 
 @dataclass(eq=False)
 class _Reduction:
-    """A reduction under way: of what, its input while that is held, and whether a sum over replicas follows it."""
+    """A reduction in progress: its gradients, its input while that is held, and whether a sum over replicas follows."""
 
     parts: Parts
     packed_bytes: int
@@ -63,7 +64,7 @@ class Rehearsal:
         self.stretches: list[Peak] = []
         """The peak of each stretch of the step, in their order."""
         self.messages: list[Counter[Message]] = []
-        """What each microbatch sends."""
+        """The messages of each microbatch."""
         self._root = root
         self._has_streams = has_streams
         self._gathering: dict[Group, _Gathering] = {}
@@ -110,8 +111,8 @@ class Rehearsal:
                 param.num_seen = 0
 
     def run_scheduled(self) -> None:
-        """Go through a step of which a schedule decides: all is gathered, gradients of many microbatches are summed up
-        in the dtype of their reduction, and reduced in the end."""
+        """Simulates a step that a schedule controls: all parameters are gathered, the gradients of many microbatches
+        are summed in the dtype of their reduction, and reduced at the end."""
         units = self._model.units
         self.messages.append(Counter())
         self._begin("the gathers")
@@ -169,13 +170,13 @@ class Rehearsal:
         self._num_kept -= is_below
 
     def _differentiate(self, module: SizedModule, group: Group, param: ParamSizes) -> None:
-        """The backward of one use of a parameter leaves a gradient; those of several uses are added up."""
+        """The backward of one use of a parameter produces a gradient; those of several uses are added up."""
         if not param.is_trained:
             return
         param.num_seen += 1
         self._add(UNSHARDED_GRADIENTS, param.whole_bytes)
         if param.num_seen > 1:
-            # The engine leaves both terms as they are until their sum is there.
+            # The engine keeps both terms until their sum exists.
             self._add(UNSHARDED_GRADIENTS, param.whole_bytes)
             self._drop(UNSHARDED_GRADIENTS, 2 * param.whole_bytes)
         if param.num_seen < param.num_uses:
@@ -212,8 +213,8 @@ class Rehearsal:
         output_bytes = rest_bytes * sizes.num_shards
         self._add(GATHERED, output_bytes)
         self._send("all_gather", num_ranks, sent_bytes * sizes.num_shards, num_collectives)
-        # What a transport reads, or a stream that is not its owner, is there until it has been waited for; of what has
-        # been packed, that alone.
+        # Memory that a transport reads, or a stream other than its owner, is held until that has been waited for. If it
+        # has been packed, only the packed copy is.
         held_on = 0 if self._has_streams and not was_kept else packed_bytes if len(groups) > 1 else held_bytes
         self._drop(GATHERED, held_bytes - held_on)
         gathering = _Gathering(held_on, output_bytes, goes_in_place)
@@ -314,7 +315,7 @@ class Rehearsal:
             param.has_gradient = True
 
     def _send(self, operation: str, num_ranks: int, num_bytes: int, num_collectives: int = 1) -> None:
-        """In a ring each rank hands on all that passes it but one rank's part."""
+        """In a ring each rank sends on the parts of all ranks but one."""
         message = Message(operation, num_ranks, num_bytes * (num_ranks - 1) // num_ranks, num_collectives)
         self.messages[-1][message] += 1
 
@@ -331,6 +332,7 @@ class Rehearsal:
 
 
 def _joint_bytes(groups: Sequence[GroupSizes]) -> int:
-    """Counts what a rank gives to one gather of all groups: where dtypes differ, each begins where any dtype may."""
+    """Counts the bytes that a rank gives to one gather of all groups. If dtypes differ, each group begins at an offset
+    that is aligned for every dtype."""
     step = 1 if len({group.gathered_as for group in groups}) == 1 else ALIGNMENT_BYTES
     return sum(-(-group.sent_bytes // step) * step for group in groups)

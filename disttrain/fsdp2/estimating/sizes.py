@@ -29,7 +29,7 @@ _PROBE_SIZE = 64
 
 
 class OptimizerBytes:
-    """Bytes that an optimizer keeps for an element; found out, for each dtype, on a small matrix."""
+    """Bytes that an optimizer keeps for an element, measured on a small matrix for each dtype."""
 
     def __init__(self, cost: OptimizerCost) -> None:
         self._cost = cost
@@ -45,7 +45,7 @@ class OptimizerBytes:
                 probe.grad = torch.zeros_like(probe)
                 optimizer = self._cost([probe])
                 optimizer.step()
-            # Numbers that there are once, such as that of the step, do not grow with the parameter.
+            # Single numbers, such as the count of steps, do not grow with the parameter.
             states = [value for value in optimizer.state[probe].values() if isinstance(value, torch.Tensor)]
             self._known[dtype] = sum(value.nbytes for value in states if value.numel() > 1) / probe.numel()
         return self._known[dtype]
@@ -75,7 +75,7 @@ def held_of_group(group: ParamGroup, optimizer: OptimizerBytes) -> Held:
 
 
 def held_unsharded(root: ShardState, groups: list[ParamGroup], optimizer: OptimizerBytes) -> Held:
-    """Counts what a rank holds of parameters that no group has taken: all of each."""
+    """Counts what a rank holds of parameters outside all groups: the whole of each."""
     taken = {(owner.module, owner.name) for group in groups for param in group.params for owner in param.owners}
     untaken = {
         parameter
@@ -134,7 +134,8 @@ class Sizing:
         return sized
 
     def _body(self, module: nn.Module, uses: dict[tuple[nn.Module, str], Use]) -> Iterator[SizedModule | Use]:
-        """Yields the parameters and sharded modules that the module's forward comes across, as they are registered."""
+        """Yields the parameters and sharded modules that the module's forward uses, in the order of their
+        registration."""
         for name, _ in own_parameters(module):
             if (module, name) in uses:
                 yield uses[module, name]
@@ -187,7 +188,7 @@ def _group_sizes(group: ParamGroup, params: dict[ShardedParam, ParamSizes]) -> G
     cast_bytes = sent_bytes * is_cast
     if isinstance(group, ExtensionGroup):
         sent_bytes = group.given_bytes()
-        # What is given is packed, and then unpacked.
+        # The input is packed, and the result unpacked.
         cast_bytes, whole_bytes = 2 * sent_bytes, num_shards * sent_bytes
     return GroupSizes(
         params=tuple(params.values()),

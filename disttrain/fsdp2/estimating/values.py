@@ -1,4 +1,4 @@
-"""A sharded model as sizes, and what a step of it takes: what a rehearsal is given, and what it gives. Pure."""
+"""A sharded model as sizes, and the memory and traffic of a step: the input and output of a rehearsal. Pure."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class ParamSizes:
     sent_bytes: int
     """This rank's part of what is gathered, in the dtype to compute in."""
     is_in_place: bool
-    """Gathered right into its place, and reduced from it."""
+    """Whether it is gathered directly into its place, and reduced from there."""
     is_trained: bool
     num_uses: int
     """Modules that have it."""
     num_seen: int = 0
-    """Of these, whose backward is over."""
+    """The number of these that have ended their backward."""
     has_unsharded_gradient: bool = False
     has_kept_gradient: bool = False
     has_gradient: bool = False
@@ -72,12 +72,12 @@ class ParamSizes:
 
 @dataclass(eq=False)
 class GroupSizes:
-    """Bytes of what is gathered together, and over how many ranks: what the machine is told of a group."""
+    """The bytes that are gathered together, and the number of ranks: a group as the state machine sees it."""
 
     params: tuple[ParamSizes, ...]
     shard_bytes: int
     sent_bytes: int
-    """The shard in the dtype to compute in, or what parameters say themselves is gathered of it."""
+    """The shard in the dtype to compute in, or what the parameters' own methods give for it."""
     whole_bytes: int
     num_shards: int
     num_replicas: int
@@ -89,7 +89,7 @@ class GroupSizes:
     may_be_in_place: bool
     reduces_as: Hashable
     kept: tuple[int, int] = (0, 0)
-    """Between forward and backward: on how many ranks a part is kept, and its bytes."""
+    """Between forward and backward: the number of ranks that keep a part, and its bytes."""
     has_unreduced = False
 
 
@@ -119,7 +119,7 @@ class SizedModule:
 
 @dataclass(frozen=True)
 class Peak:
-    """The largest sum of what comes and goes during a step, or a stretch of it: `when`, and bytes by kind.
+    """The peak of temporary memory during a step or a part of it: `when` it is reached, and its bytes by kind.
 
     `num_kept`: modules below the root that have begun their forward and not ended their backward, and so keep
     activations; `is_backward`: the last of these is in its backward.
@@ -138,7 +138,7 @@ class Peak:
 
 @dataclass(frozen=True, order=True)
 class Message:
-    """One launch: over how many ranks, how many bytes each of them sends round a ring, and as how many collectives."""
+    """One launch: the number of ranks, the bytes that each of them sends in a ring, and the number of collectives."""
 
     operation: str
     num_ranks: int

@@ -1,1 +1,1 @@
-"""Finds and refuses uses that would silently train nothing, or something else."""
+"""Finds and refuses uses that would train nothing, or something else, without an error."""

@@ -53,7 +53,7 @@ def refuse_transform(kind: str) -> NoReturn:
 
 
 def is_begun(outputs: object) -> bool:
-    """True where a forward has returned before it has run: it is a generator function, or `async`."""
+    """True if a forward returns before it has run, as a generator function or an `async` function does."""
     return isinstance(outputs, Generator | AsyncGenerator | Coroutine)
 
 

@@ -1,11 +1,11 @@
-"""Writes to gathered parameters, which nobody would see again.
+"""Finds writes to gathered parameters, which would be lost.
 
-Within its own forward a module has the gathered parameters. They are freed behind it, and the shards know nothing of
-what was written to them: a plain module would keep it. So it is refused.
+Within its own forward a module has the gathered parameters. They are freed afterwards, and a write to them does not
+reach the shards, where a plain module would keep it. So it is refused.
 
-Torch's operators count their writes. What is written through `.data`, or by other libraries, leaves no trace but the
-values: digests of them tell. These read memory and wait for the device, so they are made in the first two forwards of
-each module alone.
+torch's operators count their writes. Writes through `.data`, or by other libraries, change nothing but the values, so
+digests of the values are compared. Digests read memory and wait for the device, so they are taken only in the first two
+forwards of each module.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def _digests(group: ParamGroup) -> tuple[tuple[int, ...], list[torch.Tensor]] | 
 
 
 def _digest(values: torch.Tensor) -> torch.Tensor:
-    """Of small ones a copy; else sums of their bits as numbers, along rows, and of every so many: they tell what stands
-    where. Nothing is cast, which would take the memory of a copy."""
+    """Small tensors are copied. Of others, the bits are summed as integers along rows and at a stride, so that
+    positions count too. Nothing is cast, since that would take the memory of a copy."""
     if values.numel() <= _SMALL_ELEMENTS:
         return values.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
     data = values.contiguous().view(-1).view(torch.uint8)
@@ -107,14 +107,14 @@ def _digest(values: torch.Tensor) -> torch.Tensor:
 def refuse_writes(written: Sequence[tuple[ParamGroup, list[str]]], kind: str) -> None:
     """Raise ShardingError where gathered parameters of a module, of this `kind`, have been written to.
 
-    A rank that has written alone is alone with this error, and tells the others.
+    If only one rank has written, only it raises, and it tells the others.
     """
     for group, names in written:
         _refuse(group, names, "forward", f"of this {kind} has been written to in its forward")
 
 
 def _refuse(group: ParamGroup, names: Sequence[str], operation: str, when: str) -> NoReturn:
-    # Where `.data` was replaced, they are no place for the next gather.
+    # If `.data` was replaced, the next gather cannot use their memory.
     run(free(group.state))
     group._unsharded = None
     error = ShardingError(

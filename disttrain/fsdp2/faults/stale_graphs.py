@@ -1,10 +1,11 @@
-"""A backward of a forward that has computed with other parameters than there are now.
+"""Refuses a backward whose forward has computed with other parameter values than the present ones.
 
-Between the two parameters are freed, and gathered again. What has been written to them meanwhile, by an optimizer or a
-load, would be multiplied with what the forward has kept, and give gradients of nothing. Autograd refuses that of a
-plain module, whose parameters it has saved and whose versions it compares; so do we, of the shards.
+Between the two, parameters are freed and gathered again. If an optimizer or a load has written to them meanwhile, the
+new values would be combined with the activations of the old ones, which gives wrong gradients. For a plain module
+autograd refuses this, by the versions of the parameters it has saved. Here the versions of the shards are compared.
 
-What has stayed gathered since that forward is as it was, and no obstacle; but gradients have its dtype and device.
+Parameters that have stayed gathered since that forward are unchanged and allowed, but their gradients have the old
+dtype and device.
 """
 
 from __future__ import annotations

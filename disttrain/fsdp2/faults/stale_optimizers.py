@@ -1,7 +1,7 @@
 """An optimizer that was built before sharding: its parameters are no longer the module's, and it would train nothing.
 
-It is told apart from healthy ones when it steps: the model has gradients, and what the optimizer holds of it has none.
-Only where a parameter from before sharding is still alive as the model first runs is anything looked for.
+It is recognized when it steps: the model has gradients, and the parameters that the optimizer holds have none. This is
+checked only if a parameter from before sharding is still alive when the model first runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from disttrain.fsdp2.params.param import ShardedParam
 from disttrain.fsdp2.params.param_group import ParamGroup
 
 _WATCHED: Final[weakref.WeakKeyDictionary[object, _Replaced]] = weakref.WeakKeyDictionary()
-"""What optimizers are checked against before they step, by whose model it is."""
+"""The checks of optimizers before they step, by the owner of the model."""
 _MUTEX: Final = threading.Lock()
 """Ranks may be threads."""
 
@@ -38,8 +38,9 @@ def watch_stale_optimizers(owner: object, groups: Sequence[ParamGroup]) -> None:
 
 @functools.cache
 def _hook_into_all() -> None:
-    """Once: who steps is asked then. To look for optimizers among all objects would hold tuples that other threads are
-    still filling, which ends these with a SystemError (https://bugs.python.org/issue15108)."""
+    """Registered once, and asked when an optimizer steps. Searching all objects for optimizers would hold references to
+    tuples that other threads are still filling, and these would fail with a SystemError
+    (https://bugs.python.org/issue15108)."""
     register_optimizer_step_pre_hook(_check)
 
 

@@ -1,1 +1,1 @@
-"""Gradients, from autograd's to those of the shards."""
+"""Gradients, from those that autograd computes to those of the shards."""

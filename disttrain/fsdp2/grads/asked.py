@@ -1,8 +1,8 @@
 """Gradients that are asked for by name: `torch.autograd.grad(loss, model.parameters())`, `loss.backward(inputs=...)`.
 
-The graph has the gathered parameters, and none of the shards. So the gathered ones are asked for in their place. What
-`backward` accumulates there is reduced as ever; what `grad` returns is reduced apart from gradients that are there
-already, and comes as the parts that `parameter.grad` would have.
+The graph has the gathered parameters, not the shards. So gradients of the gathered ones are requested instead. What
+`backward` accumulates is reduced as usual. What `grad` returns is reduced separately from existing gradients, and has
+the form of `parameter.grad`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MUTEX: Final = threading.Lock()
 """Ranks may be threads."""
 
 _APART: Final = frozenset(["unreduced", "reduces_over_replicas", "has_taken_part", "reduces"])
-"""What of groups and units is another while gradients are asked for."""
+"""The state of groups and units that is different while gradients are requested by name."""
 
 Run = Callable[..., tuple[torch.Tensor | None, ...]]
 
@@ -94,7 +94,7 @@ class _Asked:
         }
         known_inputs = [context_of.get(id(tensor), (None, None)) for tensor in inputs]
         self._params: list[ShardedParam | None] = [param for param, _ in known_inputs]
-        # In the order in which they are given, as reductions are to be on all ranks.
+        # In the order of the arguments, since all ranks must reduce in one order.
         self._contexts = [*dict.fromkeys(context for _, context in known_inputs if context is not None)]
         sharded = {param: None for param in self._params if param is not None and param.is_trained}
         self._unsharded = {param: index for index, param in enumerate(sharded, len(inputs))}
@@ -106,7 +106,7 @@ class _Asked:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """While it lasts, the groups know of no gradients but these."""
+        """Within it, the groups see no gradients but these."""
         for context in self._contexts:
             context.comm.finish_reductions()
             context.comm.finish_offload()

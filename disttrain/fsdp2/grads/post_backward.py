@@ -1,4 +1,4 @@
-"""Notices that a module's own backward is over: the gradients of its inputs come out of it."""
+"""Notices the end of a module's own backward by the gradients of its inputs."""
 
 from __future__ import annotations
 

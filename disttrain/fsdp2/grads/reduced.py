@@ -64,7 +64,7 @@ def hand_out(flat: torch.Tensor, receivers: Receivers, slots: Sequence[FlatSlot]
 
 
 def to_host(flat: torch.Tensor, receivers: Receivers, comm: Comm, *, is_pinned: bool) -> torch.Tensor:
-    """A copy on the host; where something there reads it at once, when it has come."""
+    """A copy on the host; it waits for the copy if something on the host reads it at once."""
     on_host = torch.empty(flat.numel(), dtype=flat.dtype, pin_memory=is_pinned)
     on_host.copy_(flat, non_blocking=True)
     comm.offloaded = comm.streams.mark()
@@ -79,7 +79,7 @@ def to_host(flat: torch.Tensor, receivers: Receivers, comm: Comm, *, is_pinned: 
 
 
 def _add(param: ShardedParam, grad: torch.Tensor, local: torch.Tensor) -> None:
-    """Add to a gradient that a user has put there, which may lie in another way. Collective then."""
+    """Adds to a gradient that a user has set, which may have another layout. Collective in that case."""
     spec: Spec = param.spec
     actual: Spec | None = getattr(grad, "_spec", None)
     if actual is None or actual.shape != spec.shape or actual.mesh != spec.mesh:

@@ -9,26 +9,26 @@ from disttrain.fsdp2.machine.group import Group, Param
 
 
 class Gather(NamedTuple):
-    """Start to gather these groups as one message, since `needed` is."""
+    """Start to gather these groups as one message, because `needed` is needed."""
 
     needed: Group
     groups: Sequence[Group]
 
 
 class Wait(NamedTuple):
-    """Let the gather that brings `group`, and others maybe, be over before anything else is computed."""
+    """Wait for the gather of `group`, and perhaps of others with it, before anything else is computed."""
 
     group: Group
 
 
 class Show(NamedTuple):
-    """Let modules compute with the gathered parameters; harmless where they do."""
+    """Put the gathered parameters into the modules; no effect if they are there."""
 
     group: Group
 
 
 class Hide(NamedTuple):
-    """Let modules have the shards; harmless where they have."""
+    """Put the shards into the modules; no effect if they are there."""
 
     group: Group
 
@@ -72,7 +72,7 @@ class Reduce(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """Let the reductions that were started be over, and shards have their gradients.
+    """Wait for the reductions that were started, and give the shards their gradients.
 
     `but_last_sum`: the last one's sum over the replicas may go on beside the next reduction. `if_partial`: only where
     one of them is not over the replicas yet. `named` as of `Reduce`.
@@ -84,8 +84,8 @@ class Finish(NamedTuple):
 
 
 class Settle(NamedTuple):
-    """All gradients have been reduced: let them reach the host, call hooks, let the last gathered buffer go. The cast
-    shards of these groups, which an optimizer has written for gathers, are old."""
+    """All gradients have been reduced: wait for copies to the host, call hooks, release the last gathered buffer. The
+    cast shards that an optimizer has written for gathers of these groups are out of date."""
 
     groups: Sequence[Group]
 

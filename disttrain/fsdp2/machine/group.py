@@ -49,8 +49,8 @@ class Buckets:
 
     A model's root holds what no block has taken, as a rule the embedding and the head. The head's gradients come first
     in backward, the embedding's last; reduced together they would keep the network idle until the end, and then the
-    GPU. What comes later, or what a rank's backward pass does not reach, is left to the pass's end. Ranks whose passes
-    reach different parameters do not agree on the order of collectives; that is so for blocks, too.
+    GPU. Gradients that come later, or that a rank's backward pass does not reach, are reduced when the pass ends. If
+    the passes of ranks reach different parameters, their collectives have different orders; this holds for blocks, too.
     """
 
     def __init__(self, params: Sequence[Sequence[Param]]) -> None:
@@ -111,18 +111,19 @@ class Group:
 
 
 class Bundle:
-    """Groups that go over the wire as one message: the first that is needed has all gathered, the last whose gradients
-    are there has all reduced. They are those of modules that run one after the other, and are small, or of one module.
-    Each is freed by itself."""
+    """Groups that are sent as one message. When the first is needed, all are gathered; when the last has its gradients,
+    all are reduced. They belong to small modules that run one after the other, or to one module. Each is freed by
+    itself."""
 
     def __init__(self, groups: Sequence[Group], *, gathers: bool) -> None:
         """`gathers`: also gathers are as one, not reductions alone."""
         self.groups = groups
         self.gathers = gathers
         self._used: list[Group] = []
-        """What has been freed, in this order, since all were gathered, or since a forward or backward began."""
+        """The groups that have been freed, in this order, since all were gathered, or since a forward or backward
+        began."""
         self.owed: dict[Group, Sequence[Param]] = {}
-        """What those have to reduce whose backward has ended."""
+        """The parameters that groups whose backward has ended still have to reduce."""
         self.scale: float | None = None
 
     def begin(self) -> None:
@@ -130,10 +131,11 @@ class Bundle:
         self._used.clear()
 
     def to_gather(self, group: Group) -> Sequence[Group]:
-        """Returns the groups to gather when `group` is needed: it, and those of the others that are still to come.
+        """Returns the groups to gather when `group` is needed: itself, and those of the others that have not been used
+        yet.
 
-        What has been used is not: a module that runs twice in a row, or is computed again for its backward, would leave
-        the others unsharded until the backward ends.
+        Used ones are left out: a module that runs twice in a row, or is recomputed for its backward, would otherwise
+        leave the others unsharded until the backward ends.
         """
         if not self.gathers:
             return (group,)

@@ -47,13 +47,13 @@ class Model:
             unit.is_root = unit is root
 
     def expect_all(self) -> None:
-        """From now on all units are to come: what goes together is gathered together."""
+        """From now on no unit has run yet: bundles are gathered as a whole."""
         for bundle in self.bundles:
             bundle.begin()
 
     def iteration_begins(self, written: Collection[Group]) -> do.Commands:
-        """The root's forward begins. What was gathered before, and maybe overwritten since, is gathered anew; of what
-        the user keeps unsharded, that whose shards have been `written` to."""
+        """The root's forward begins. Parameters that were gathered before may have been overwritten, and are gathered
+        again. Those that the user keeps unsharded are gathered again only if their shards have been `written` to."""
         self.is_in_forward = True
         self.order.begin()
         for unit in self.units:
@@ -66,7 +66,7 @@ class Model:
         yield from unshard(unit, alone=unit.is_alone)
         yield from wait_for_unshard(unit)
         unit.num_running += 1
-        # Recomputation comes here out of the learnt order.
+        # Recomputation does not follow the learnt order.
         if self.is_in_forward and not is_recomputation:
             following = self.order.visit(unit, unit.mates)
             for each in _ahead(unit.forward_prefetch, following):
@@ -85,7 +85,7 @@ class Model:
         """A forward of one of the unit's modules ends. `is_begun`: it will compute later on, as a generator does."""
         ends_iteration = unit.is_root and not unit.num_methods
         unit.num_running = max(unit.num_running - 1, 0)
-        # Where no tensor is found in the outputs, nothing will tell that the backward begins.
+        # If the outputs contain no tensor, nothing will signal that the backward begins.
         is_needed = unit.is_kept_unsharded or unit.awaits_post_backward or unit.is_silent or unit.num_running > 0
         is_needed = is_needed or (bool(unit.to_run) and not has_failed) or is_begun
         if not is_needed and not grad_will_come:
@@ -97,7 +97,7 @@ class Model:
             for each in self.units:
                 if not (each.is_kept_unsharded or each.awaits_post_backward):
                     yield from reshard(each)
-        # What is kept for the backward is in modules until the root's forward has ended, which may compute with it.
+        # Parameters kept for the backward stay in the modules until the root's forward ends, since that may use them.
         if not self.is_computing(unit):
             for each in self.units if unit.is_root else (unit,):
                 yield from show_shards(each)
@@ -110,7 +110,7 @@ class Model:
         """The first gradient of a backward pass reaches the model."""
         if self.backward is Backward.FAILED:
             yield from self.abandon()
-        # What these leave is owed by this backward, also of parameters that it does not reach.
+        # This backward has to reduce what earlier ones left, also for parameters that it does not reach.
         yield do.Finish(if_partial=True)
         for group in self.root.groups:
             group.reduced.clear()
@@ -118,8 +118,8 @@ class Model:
                 group.buckets.begin()
         self.expect_all()
         for unit in self.units:
-            # What has stayed unsharded since the root's forward is in modules until the backward ends, as it was there:
-            # what a checkpoint computes again may need it.
+            # Parameters that have stayed unsharded since the root's forward stay in the modules until the backward
+            # ends: the recomputation of a checkpoint may need them.
             yield from show(unit)
         self.backward = Backward.RUNNING
 
@@ -139,7 +139,7 @@ class Model:
                 yield from unshard(each)
 
     def backward_ends(self) -> do.Commands:
-        """The backward pass has ended: what no gradient has told of is reduced and freed."""
+        """The backward pass has ended: units whose end no gradient has signalled are reduced and freed."""
         for unit in reversed(self.units):
             yield from backward_leaves(unit, at_end=True)
             unit.is_kept_unsharded = not unit.reshard_after_backward
@@ -169,7 +169,7 @@ class Model:
         yield from self.reduce_rest()
 
     def reduce_rest(self) -> do.Commands:
-        """Reduce what waits for others that have not come, where units are reduced as one message."""
+        """If units are reduced as one message, reduce those that wait for others that did not come."""
         for bundle in reversed(self.bundles):
             yield from flush(bundle)
 
@@ -198,7 +198,8 @@ class Model:
 
 
 def free_old(unit: Unit, written: Collection[Group]) -> do.Commands:
-    """Free what may have been overwritten since it was gathered: all, or of what the user keeps, what is `written`."""
+    """Free parameters that may have been overwritten since they were gathered: all, but of those that the user keeps
+    only the `written` ones."""
     for group in unit.groups:
         if group.status is not Status.SHARDED and (not unit.is_kept_unsharded or group in written):
             yield from free(group)

@@ -9,7 +9,8 @@ Member = TypeVar("Member", bound=Hashable)
 
 
 class ExecutionOrder(Generic[Member]):
-    """Records the members of each iteration in turn and says who comes next, as long as it goes as it went last time.
+    """Records the members of each iteration in turn. As long as an iteration repeats the last one, it says which member
+    comes next.
 
     A prefetch is a collective: all ranks must decide alike. They do, since they run the same program; where one
     iteration leaves the learnt path, prefetching stops for the rest of it.
@@ -21,7 +22,7 @@ class ExecutionOrder(Generic[Member]):
         self._on_path = False
 
     def begin(self) -> None:
-        """A new forward pass begins; what the last one did is what this one is expected to do."""
+        """A new forward pass begins, and is expected to repeat the last one."""
         if self._now:
             self._learnt = self._now
         self._now = []

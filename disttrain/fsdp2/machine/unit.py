@@ -44,11 +44,12 @@ class Unit:
         self.is_shown_on_request = False
         """True where the user has waited for that: modules have the gathered ones as long."""
         self.is_silent = False
-        """True where no tensor of the outputs, if there is one, tells that the backward begins."""
+        """True if no tensor of the outputs can signal that the backward begins."""
         self.awaits_post_backward = False
         """Its backward has begun, and not ended."""
         self.is_alone = False
-        """True where its last forward was called without the root's: others may not come, and are not gathered for."""
+        """True if its last forward was called outside the root's: other units may not run, so they are not gathered
+        with it."""
         self.num_methods = 0
         """Methods other than forward that are under way; within them, the module's forward is no new one."""
         self.num_running = 0
@@ -92,7 +93,7 @@ def joined(groups: Sequence[Group], units: Sequence[Unit], *, gathers: bool) -> 
 
 
 def gather(group: Group, *, alone: bool = False) -> do.Commands:
-    """`group`, which is sharded, will be needed; those that go with it, too, unless `alone`."""
+    """`group`, which is sharded, will be needed; so will the rest of its bundle, unless `alone`."""
     is_one = alone or group.bundle is None or group.status is Status.PART_KEPT
     groups = (group,) if is_one or group.bundle is None else group.bundle.to_gather(group)
     yield do.Gather(group, groups)
@@ -147,13 +148,13 @@ def show(unit: Unit) -> do.Commands:
 
 
 def show_shards(unit: Unit) -> do.Commands:
-    """Whoever asks the modules has the shards, but where the user has asked for gathered parameters."""
+    """The modules show the shards, unless the user has asked for gathered parameters."""
     if not unit.is_shown_on_request:
         yield from hide(unit)
 
 
 def hide(unit: Unit) -> do.Commands:
-    """Whoever asks the modules has the shards; the gathered parameters keep their memory."""
+    """The modules show the shards; the gathered parameters keep their memory."""
     for group in unit.groups:
         if group.status is Status.UNSHARDED:
             yield do.Hide(group)
@@ -177,7 +178,7 @@ def gather_anew(group: Group) -> do.Commands:
 def keep_unsharded(unit: Unit, *, is_running: bool) -> do.Commands:
     """The user wants the unit unsharded; `is_running`: while the model computes."""
     if not (unit.is_kept_unsharded or is_running):
-        # What is there since a forward may have been written to.
+        # Parameters gathered for an earlier forward may be out of date.
         yield from reshard(unit)
     yield from unshard(unit, alone=not is_running)
     unit.is_kept_unsharded = True
@@ -247,7 +248,7 @@ def reduce(
 ) -> do.Commands:
     """All of it is there. A schedule, which gives `scale`, waits for no reduction under way."""
     if scale is None:
-        # First, since what these leave to be reduced over the replicas takes part.
+        # First, since their results, which are still to be reduced over the replicas, take part.
         yield do.Finish(but_last_sum=True, named=named)
     yield do.Reduce(parts, scale, named)
 

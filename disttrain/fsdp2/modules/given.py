@@ -1,4 +1,4 @@
-"""Values that `torch.func.functional_call` puts in place of shards, for one call: the module computes with them.
+"""Handles values that `torch.func.functional_call` puts in place of shards for one call.
 
 A DTensor is gathered by itself, by operators that autograd knows: its gradient is averaged over the ranks, as that of a
 shard is, and reaches whatever the value was made of. A plain tensor is the whole, and this rank's own.
@@ -28,14 +28,14 @@ def take_up(group: ParamGroup, others: Sequence[ForeignTensor]) -> bool:
     """
     is_backward = backward_is_running()
     if not is_given([foreign.tensor for foreign in others]):
-        # The forward of a backward has computed with what is gathered.
+        # The forward that belongs to this backward has used the gathered parameters.
         return is_backward
     values: dict[torch.Tensor, torch.Tensor] = {}
     for foreign in others:
         if foreign.tensor is None:
             foreign.param.refuse_removed()
         if foreign.tensor not in values:
-            # A checkpoint computes again with what is made in its backward, whose hooks record nothing by themselves.
+            # A checkpoint recomputes with values made during its backward, where hooks record no gradients by default.
             with torch.set_grad_enabled(is_backward or torch.is_grad_enabled()):
                 values[foreign.tensor] = _whole(group, foreign.param, foreign.tensor)
         group.shown.lend(foreign, values[foreign.tensor])

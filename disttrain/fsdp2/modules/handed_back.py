@@ -1,7 +1,7 @@
 """Repeats on the caller's lists, dicts and dataclasses what a module's forward does to its copies of them.
 
-Where a tensor within them is cast, or passed through a function that tells when the backward is over, the module gets
-containers that are made anew. What it appends to them, as to a cache, the caller must find in its own.
+If a tensor in a container is cast, or passed through the function that notices the end of a backward, the module gets a
+new container. When the module appends to it, as to a cache, the caller must find that in its own container.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Remade:
 
 
 class Forwards:
-    """Of each forward of a module that is under way its containers that are not the caller's."""
+    """For each running forward of a module, the containers that it got in place of the caller's."""
 
     def __init__(self) -> None:
         self._under_way: list[list[Remade]] = []

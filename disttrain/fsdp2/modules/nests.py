@@ -15,7 +15,7 @@ from disttrain.fsdp2._torch import are_same
 _SEQUENCES: Final = (tuple, list)
 _CONTAINERS: Final = (tuple, list, dict)
 _WITHOUT_TENSORS: Final = (torch.Tensor, NoneType, int, float, complex, str, bytes, torch.dtype, torch.device)
-"""What needs no look, or has had one."""
+"""Types that contain no tensors, or have been handled."""
 
 
 def cast_floats(values: Any, dtype: torch.dtype) -> Any:
@@ -26,7 +26,7 @@ def cast_floats(values: Any, dtype: torch.dtype) -> Any:
 def for_each_tensor(values: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The nest of tuples, lists, dicts and dataclasses with `function` applied to its tensors, in order.
 
-    A container of which nothing changes is handed on itself: a module may want to write to it.
+    A container in which nothing changes is passed on as it is, since a module may want to write to it.
     """
     if isinstance(values, torch.Tensor):
         return function(values)

@@ -1,7 +1,7 @@
 """Swaps the parameters that the modules of a group have: gathered ones while they compute, and else the shards.
 
-What a user finds by `parameters()` or as an attribute, outside of a module's own forward and backward, is what an
-optimizer must hold. Memory is another matter: gathered parameters may live on in between, where nobody sees them.
+Outside of a module's own forward and backward, `parameters()` and attributes must give the shards, which an optimizer
+holds. The memory of gathered parameters may be kept meanwhile, but the modules do not show them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ Lent = Sequence[tuple[ForeignTensor, torch.Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class _Swaps:
-    """Column by column: modules' parameters, the name of one of them, its shard, the gathered one, and its storage."""
+    """In columns: a module's dict of parameters, the name of one of them, its shard, the gathered parameter, and its
+    storage."""
 
     parameters: list[dict[str, torch.Tensor | None]]
     names: list[str]
@@ -62,7 +63,7 @@ class _Swaps:
         )
 
     def put(self, new: Sequence[nn.Parameter], old: Sequence[nn.Parameter]) -> bool:
-        """Put each new one where the old one is. False where a module has something else, which is left to it."""
+        """Replaces each old object by the new one. False if a module has something else, which it keeps."""
         current = [*map(dict.get, self.parameters, self.names)]
         if are_same(current, old):
             for parameters, name, parameter in zip(self.parameters, self.names, new, strict=True):
@@ -83,11 +84,11 @@ class Shown:
         self._params = params
         self._swaps: _Swaps | None = None
         self._asked_for: list[bool] = []
-        """Which of the gathered parameters require gradients, as modules were given them."""
+        """For each gathered parameter, whether it required a gradient when modules got it."""
         self.lent: Lent = ()
-        """What modules have for a call, in place of what the caller put there."""
+        """The values that modules have for a call, in place of those that the caller set."""
         self._noted: tuple[_Swaps, tuple[int, ...]] | None = None
-        """Which gathered parameters modules had when a forward began, and their `values_of`."""
+        """The gathered parameters that modules had when a forward began, and their `values_of`."""
         self.is_on_request = False
         """True while the user has gathered ones that no forward has begun with."""
         self.num_data_writes = 0
@@ -144,7 +145,7 @@ class Shown:
         params = [param for param in self._params for _ in param.owners]
         count = len(params)
         are_written = [version != was for version, was in zip(now[:count], before[:count], strict=True)]
-        # What has been freed meanwhile, and maybe gathered again, has its storage still.
+        # A parameter that was freed meanwhile, and perhaps gathered again, still has its storage.
         have_moved = [storage_of(whole) != storage for whole, storage in zip(swaps.wholes, swaps.storages, strict=True)]
         of_each = zip(params, are_written, have_moved, strict=True)
         return [*dict.fromkeys(param.fqn for param, is_written, has_moved in of_each if is_written or has_moved)]
@@ -176,7 +177,7 @@ class Shown:
         if which_require_grad(swaps.wholes) != self._asked_for:
             for sharded, whole, was_asked in zip(swaps.shards, swaps.wholes, self._asked_for, strict=True):
                 if whole.requires_grad is not was_asked:
-                    # Frozen, or unfrozen, by whoever saw the whole parameter.
+                    # The user has frozen or unfrozen the gathered parameter.
                     sharded.requires_grad_(whole.requires_grad)
         swaps.put(swaps.shards, swaps.wholes)
         for foreign, value in self.lent:

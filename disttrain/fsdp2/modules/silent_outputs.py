@@ -1,7 +1,7 @@
-"""Modules of whose outputs we find no tensor, or not all: they are in a class of the user's own, in a list that was
-given in, or an attribute of the module.
+"""Modules whose output tensors we cannot find: they are in an object of the user's own class, in a list that was passed
+in, or in an attribute of the module.
 
-No hook of an output tells that the backward of such a module begins. The gradients of its gathered parameters do.
+No hook of an output signals the beginning of such a module's backward. The gradients of its gathered parameters do.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ class _Shards:
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
         self._groups = groups
         self._is_shown_later: list[tuple[ParamGroup, Lent]] = []
-        """What the module computes with meanwhile, and what of it it has for a call alone."""
+        """The parameters that the module has meanwhile, and those of them that it has for one call only."""
 
     def __getstate__(self) -> dict[str, object]:
         """The state of a deep copy."""
@@ -27,7 +27,7 @@ class _Shards:
         self._is_shown_later = [(group, group.shown.lent) for group in self._groups if group.shown.is_whole]
         for group, _lent in self._is_shown_later:
             group.hide()
-        # Before the first gather parameters may lie elsewhere: who keeps the dict must see what is trained.
+        # Before the first gather, parameters may have other memory; the dict must share the memory that is trained.
         for group in self._groups:
             group.lay_out()
 

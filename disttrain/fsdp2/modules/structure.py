@@ -1,7 +1,7 @@
 """Notices that a sharded model has been changed: modules or parameters added, replaced, moved, taken away.
 
-A parameter that came later would be trained by each rank by itself, and one that is gone would be gathered for nobody.
-Changes that touch neither, such as another activation or a wrapper around a block, are taken up.
+Each rank would train a later parameter by itself, and a removed one would be gathered for nothing. Changes that concern
+no parameter, such as another activation or a wrapper around a block, are accepted.
 """
 
 from __future__ import annotations

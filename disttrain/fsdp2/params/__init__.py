@@ -1,1 +1,1 @@
-"""Parameters: their shards, what is gathered of them, and how they lie in buffers."""
+"""Parameters: their shards, the gathered parameters, and their layout in buffers."""

@@ -1,4 +1,4 @@
-"""Shards cast to the dtype that is gathered, written by an optimizer with its step: gathers cast nothing then."""
+"""Shards in the dtype that is gathered, written by an optimizer's step, so that gathers need not cast."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from disttrain.fsdp2.params.param import ShardedParam
 
 @dataclass(frozen=True)
 class CastShards:
-    """`values` are those of a group's flat buffer in another dtype, while nobody has written to that since."""
+    """`values` are those of a group's flat buffer in another dtype, valid until something writes to that buffer."""
 
     values: torch.Tensor
     flat: torch.Tensor
@@ -30,5 +30,6 @@ def latest(
 
 
 def flat_versions(params: Iterable[ShardedParam], flat: torch.Tensor) -> tuple[int, ...]:
-    """Others when shards in the flat buffer have been written to. What goes through a DTensor counts there alone."""
+    """Versions that change when shards in the flat buffer are written to. A write through a DTensor counts only for the
+    DTensor."""
     return versions_of([flat, *(param.sharded for param in params)])

@@ -1,4 +1,4 @@
-"""Parameters that say themselves what is gathered of them, and what is made of it: 8-bit weights with scales, and more.
+"""Parameters with methods of their own around the gather, such as 8-bit weights with scales.
 
 A tensor subclass has both of torch's methods:
 
@@ -38,7 +38,8 @@ from disttrain.fsdp2.transfers.forms import ALIGNMENT_BYTES
 
 
 def has_gather_hooks(fqn: str, parameter: torch.Tensor, owners: Sequence[Owner], dim: int, rank: int) -> bool:
-    """True for a parameter of this kind. Raises ShardingError for half a one, or one that is cut along another dim.
+    """True for such a parameter. Raises ShardingError if it has only one of the methods, or is sharded along another
+    dim.
 
     What a module says counts only of a parameter of its own alone, cut along the first dim; else all is gathered.
     """
@@ -207,7 +208,7 @@ class _GatheredParts(UnshardedParams):
         for output in chain(*self._outputs):
             num_bytes = output.numel() * output.itemsize // self._num_shards
             rows = gathered.narrow(1, start, num_bytes).view(output.dtype)
-            # `.data` keeps the version: autograd has saved this memory as it will be again.
+            # `.data` keeps the version: the memory that autograd has saved will have the same values again.
             output.data.view(self._num_shards, -1).copy_(rows)
             start += -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         is_first = not self.parameters

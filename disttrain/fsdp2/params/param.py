@@ -1,4 +1,5 @@
-"""One parameter: its shard, which optimizer and user hold, and the gathered whole, which the module computes with."""
+"""One parameter: its shard, which the optimizer and the user hold, and the gathered parameter, with which the module
+computes."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from disttrain.fsdp2.params.sharding import Sharding
 _SHARD_OF = "_disttrain_shard_of"
 """Says whose shard a parameter is, by a number."""
 _SHARDED_AS = "_disttrain_sharded_as"
-"""Marks a parameter of which a shard was made: a module that still has it would train a copy of its own."""
+"""Marks a parameter that was sharded: a module that still has it would train a copy of its own."""
 
 
 def is_shard(tensor: object) -> bool:
@@ -38,7 +39,7 @@ def is_shard(tensor: object) -> bool:
 
 
 def is_given(tensors: Sequence[torch.Tensor | None]) -> bool:
-    """True for what is in modules' places for one call alone, not to stay."""
+    """True for a value that modules have for one call only."""
     return any(each is not None and not isinstance(each, nn.Parameter) for each in tensors) or is_functional_call()
 
 
@@ -61,7 +62,7 @@ class ShardedParam:
         """`check_can_shard` has been asked about `parameter`."""
         parameter.__dict__[_SHARDED_AS] = fqn
         self.original: weakref.ref[nn.Parameter] | None = weakref.ref(parameter)
-        """What the module had before, while somebody holds it."""
+        """The parameter that the module had before, while something holds it."""
         self.owners = owners
         self.fqn = fqn
         self.dim = dim
@@ -131,7 +132,7 @@ class ShardedParam:
         self.orig_dtype = self.spec.dtype
 
     def _bring_back(self, spec: Spec) -> None:
-        """Let the shard lie as it did: its `.data` has become a DTensor that lies otherwise. Collective."""
+        """Restores the layout of the shard, whose `.data` has become a DTensor with another layout. Collective."""
         if spec.shape != self.spec.shape or spec.mesh != self.spec.mesh:
             self._check_fits(self.sharded, is_everywhere=True)
         with torch.inference_mode(False), torch.no_grad():
@@ -229,8 +230,8 @@ class ShardedParam:
         return grad if grad is None or self.dim == 0 else grad.movedim(self.dim, 0).contiguous()
 
     def keep_grad(self, dtype: torch.dtype) -> None:
-        """Add the whole's gradient, if it is of another dtype, to a sum in `dtype`: many small terms would not change a
-        sum of few bits."""
+        """Adds the gradient, if it has another dtype, to a sum in `dtype`: in a sum with few bits, many small terms
+        would be lost."""
         grad = self._own_grad()
         if grad is None or self.unsharded is None or (grad.dtype == dtype and self._earlier_grad is None):
             return
@@ -243,7 +244,7 @@ class ShardedParam:
         grad = self.unsharded.grad
         if isinstance(grad, DTensor):
             grad = local_part(grad.redistribute(placements=spec_of(self.unsharded).placements))
-        # That of an embedding may be sparse, and is another on each rank.
+        # The gradient of an embedding may be sparse, with other rows on each rank.
         return grad if grad.layout == torch.strided else grad.to_dense()
 
 
@@ -289,7 +290,7 @@ def check_can_shard(fqn: str, parameter: nn.Parameter, device: torch.device, ran
 
 
 def versions(params: Sequence[ShardedParam], flat: torch.Tensor | None) -> tuple[int, ...]:
-    """Others when the shards have been written to, or lie in another buffer. What is written through a DTensor does not
-    count for `flat`, nor what is written to that for DTensors."""
+    """Versions that change when the shards are written to, or move to another buffer. A write through a DTensor does
+    not count for `flat`, nor the other way round."""
     shards = [param.sharded for param in params]
     return (id(flat), *versions_of(shards if flat is None else [flat, *shards]))

@@ -26,14 +26,15 @@ from disttrain.process_group import ProcessGroup
 
 
 class Pending(Protocol):
-    """What brings values, as a gather does."""
+    """Something that brings values, such as a gather."""
 
     def finish(self) -> None:
-        """Order the current stream (CPU: the host) after it."""
+        """Makes the current stream (on CPU: the host) wait for it."""
 
 
 class ParamGroup:
-    """The memory of some parameters: shards, what is gathered of them, and gradients. `state` says what becomes of it.
+    """The memory of some parameters: their shards, the gathered parameters, and gradients. `state` decides what happens
+    with it.
 
     Sharded values of all parameters lie in one flat buffer, so gathering copies nothing in, or casts once.
     """
@@ -65,7 +66,7 @@ class ParamGroup:
         self.plan = plan_flat([param.front_shape for param in params], sharding.num_shards)
         self._is_cut_in_front = all(param.dim == 0 for param in params)
         self.in_place: tuple[bool, ...] = (device.type == "cuda",) * len(params)
-        """Which parameters are gathered right into their places, and reduced from them."""
+        """For each parameter, whether it is gathered directly into its place, and reduced from there."""
         self.reduced_apart: ProcessGroup | None = None
         """The shards' ranks once more, for reductions that do not wait for gathers."""
         self._unsharded: UnshardedParams | None = None
@@ -76,9 +77,9 @@ class ParamGroup:
         """Between forward and backward: the flat buffers of as many shards as ranks share the whole, and those ranks'
         number."""
         self.gathering: Pending | None = None
-        """What brings its values, while they are on their way."""
+        """The gather that brings its values, while it is in progress."""
         self.gathered: tuple[int, ...] = ()
-        """Which versions of the shards."""
+        """The versions of the shards that were gathered."""
         self.unreduced: dict[ShardedParam, torch.Tensor] = {}
         """Parts of flat buffers: averages over the shards' ranks alone, which are still to be reduced over replicas."""
         self.gradient_is_ready: Callable[[int, ShardedParam], None] | None = None
@@ -242,7 +243,8 @@ class ParamGroup:
         return unsharded
 
     def watch_buckets(self) -> None:
-        """Ask to be told of each gradient of what is reduced in buckets; once for each gathered parameter."""
+        """Registers hooks for the gradients of parameters that are reduced in buckets; once for each gathered
+        parameter."""
         buckets, is_ready = self.state.buckets, self.gradient_is_ready
         if buckets is None or is_ready is None or self._unsharded is None:
             return

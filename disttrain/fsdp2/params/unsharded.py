@@ -1,4 +1,4 @@
-"""The gathered parameters of a group: memory that comes and goes as one, and the tensors that modules compute with."""
+"""The gathered parameters of a group: one storage that is allocated and freed as a whole, and the tensors in it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from disttrain.fsdp2.params.flat import FlatPlan, FlatSlot
 from disttrain.fsdp2.params.param import ShardedParam
 
 _ALIGNMENT_BYTES = 256
-"""Where a parameter may begin: what torch's own allocator gives, and kernels with wide loads ask for."""
+"""The alignment of a parameter's start: that of torch's allocator, which kernels with wide loads require."""
 
 
 def unsharded_offsets(params: Sequence[ShardedParam], plan: FlatPlan, dtype: torch.dtype) -> tuple[list[int], int]:
@@ -49,7 +49,8 @@ class UnshardedParams:
             self._storage = memory.untyped_storage()
             self._num_bytes = self._storage.nbytes()
             self.places: list[torch.Tensor] = []
-            """Where gathered values go: (num_shards, padded elements) each, or the whole where another dim is cut."""
+            """The places of gathered values: (num_shards, padded elements) each, or the whole if another dim is
+            sharded."""
             self.parameters: list[nn.Parameter] = []
             for param, slot, offset in zip(params, plan.slots, offsets, strict=True):
                 # `.data` gives each alias a version counter of its own: gathering again must not look like an in-place
@@ -67,7 +68,7 @@ class UnshardedParams:
             self._storage.resize_(self._num_bytes)
 
     def free(self) -> None:
-        """Give the memory back; but what somebody has as an array, by `.numpy()`, stays where it is."""
+        """Frees the memory, except if `.numpy()` has made an array of it."""
         if self._storage.resizable():
             self._storage.resize_(0)
 

@@ -1,1 +1,1 @@
-"""Moves values over the wire: in which form, how many modules' at once, over which communicators."""
+"""Sends parameters and gradients: the form of messages, how many modules share one, and the communicators."""

@@ -28,9 +28,10 @@ from disttrain.process_group import (
 
 @dataclass
 class Gather:
-    """An all-gather under way. Row r of `output` is what shard r has sent; None where all is in its place.
+    """An all-gather in progress. Row r of `output` is the data of shard r; None if all parameters are gathered into
+    their places.
 
-    `sent`, its input, may belong to the stream that computes: it is held until that is ordered after the gather.
+    `sent`, its input, may belong to the stream that computes. It is held until that stream waits for the gather.
     """
 
     sent: Sequence[torch.Tensor]
@@ -84,7 +85,8 @@ def start_gather_in_place(
     """Gather parameters right into their places, (num_shards, padded elements), and the rest, of those that are not to
     be `in_place`, as one message; all in one launch. Collective.
 
-    The places must have been allocated on the current stream: who had their memory before is done at this point of it.
+    The places must have been allocated on the current stream, so that earlier uses of that memory have ended at this
+    point of it.
     """
     written = streams.mark()
     with streams.gathering():
@@ -105,7 +107,7 @@ def start_gather_in_place(
         work = None
         if pairs:
             work = all_gather_into_tensor_coalesced(outputs, inputs, group=group, async_op=not streams.is_cuda)
-        # What has been cast belongs to the all-gather stream, which may have it back; a transport still reads it.
+        # The cast copies belong to the all-gather stream, which could reuse them while a transport still reads them.
         return Gather((shard,) if streams.is_cuda else (shard, *inputs), output, work, streams.mark())
 
 
@@ -158,7 +160,7 @@ class Averaging:
         whole = (num_ranks if factor is None else factor) / scale
         if dtype != torch.float16:
             return cls(1.0, whole)
-        # Sums of 16 bits overflow, quotients underflow: half of the division comes first.
+        # In 16 bits sums may overflow and quotients underflow, so half of the division comes before the sum.
         before = 2.0 ** math.ceil(math.log2(max(whole, 1.0)) / 2)
         return cls(before, whole / before)
 
@@ -177,13 +179,13 @@ class Reduction:
     output: torch.Tensor
     packed: Sequence[torch.Tensor]
     work: Work | None = None
-    """What the host waits for, where there are no streams: the reduce-scatter, then the sum over the replicas."""
+    """The work that the host waits for, if there are no streams: the reduce-scatter, then the sum over the replicas."""
     scattered: torch.Event | None = None
     done: torch.Event | None = None
     sum_replicas: Callable[[], Work | None] | None = None
-    """What is to be started once the host has waited for the reduce-scatter, and ..."""
+    """The work to start once the host has waited for the reduce-scatter, and ..."""
     rest: Callable[[], None] | None = None
-    """... what is to be done to `output` after that."""
+    """... the work on `output` after that."""
     held: torch.Tensor | None = None
     has_sum: bool = False
     """Whether a sum over the replicas follows the reduce-scatter."""
@@ -211,7 +213,7 @@ class Reduction:
         self.held = None
 
     def drop(self, streams: CommStreams) -> None:
-        """The same for a reduction whose result nobody wants; what has not been started is not done."""
+        """Waits for a reduction whose result is not needed; parts of it that have not started are left out."""
         self.sum_replicas = self.rest = None
         self.wait(streams)
 
@@ -228,7 +230,7 @@ class ReductionPlan:
     hook: Hook | None
     hook_stream: torch.cuda.Stream | None
     num_in_place: int
-    """How many of the gradients, the first ones, are reduced each by itself; the others are as one message."""
+    """The number of gradients, from the first, that are reduced each by itself; the others are one message."""
 
     @property
     def op(self) -> ReduceOp.RedOpType:
@@ -303,7 +305,7 @@ def start_reduction(
         streams.follow(scattered)
         reduction.sum_replicas(output, unreduced, async_op=False)
         reduction.rest(output, streams)
-        # What is left of earlier passes was allocated on the stream that computes, and is read here.
+        # The results of earlier passes were allocated on the stream that computes, and are read on this one.
         done = streams.mark()
         return Reduction(output, packed, scattered=scattered, done=done, held=unreduced, has_sum=reduction.has_sum)
 

@@ -36,7 +36,7 @@ class Comm:
         self.reducing: list[UnderWay] = []
         """In the order in which they were started."""
         self.ready: torch.Event | None = None
-        """What the next gather waits for, in place of everything on the current stream."""
+        """The event that the next gather waits for, in place of everything on the current stream."""
         self.offloaded: torch.Event | None = None
         """Gradients are on their way to the host until then."""
         self.uploaded: torch.Event | None = None
@@ -44,7 +44,7 @@ class Comm:
         self.several_grads = SeveralGrads()
 
     def release_gathered(self) -> None:
-        """Let go of the last gathered buffer, once the all-gather stream knows that it has been copied out."""
+        """Releases the last gathered buffer, once the all-gather stream waits for the copy out of it."""
         if self.copied_out is not None:
             with self.streams.gathering():
                 self.streams.follow(self.copied_out[1])

@@ -1,10 +1,10 @@
-"""In which form the parameters of a group are gathered and reduced, and how many modules' are together. Pure.
+"""The form in which the parameters of a group are gathered and reduced, and how many modules go together. Pure.
 
-A collective that brings each parameter right into its place saves a copy of what it brings, and its memory; but it is a
-collective of its own. Within a host that costs some time of the processor and the GPU, so a group's parameters are
-gathered in place where they are large, and as one message else. Between hosts each collective pays a latency that grows
-with the ranks of a ring: a group is gathered as one message, but for what is so large that the copy costs more than the
-latency; and small modules that run one after the other are gathered as one.
+If each parameter is gathered directly into its place, no copy and no memory for one is needed, but each parameter needs
+a collective of its own. Within a host this takes some time of processor and GPU. So large parameters are gathered in
+place, and the others as one message. Between hosts each collective has a latency that grows with the number of ranks in
+a ring. There a group is gathered as one message, except parameters so large that a copy takes longer than the latency.
+Small modules that run one after the other share a message.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 ALIGNMENT_BYTES = 16
-"""Where what a parameter or group sends may begin, among bytes of several dtypes: a multiple of each dtype's size."""
+"""The alignment of a parameter's or group's data among bytes of several dtypes: a multiple of each dtype's size."""
 COPY_BYTES_PER_S = 1e12
-"""How fast a GPU copies gathered values into their places; reading and writing, an H100 moves 3e12 bytes a second."""
+"""The speed at which a GPU copies gathered values into their places; reading and writing, an H100 moves 3e12 bytes a
+second."""
 HOST_COLLECTIVE_S = 20e-6
-"""What one more collective of a launch takes within a host, of processor and GPU (two H100: one message is faster where
-matrices have 2048 columns, in place where they have 4096)."""
+"""The time of one more collective in a launch within a host, for processor and GPU (two H100: one message is faster
+where matrices have 2048 columns, in place where they have 4096)."""
 TOGETHER_BYTES = 256 * 2**20
-"""What modules that are gathered together have at most, since two such sets are there at a time."""
+"""The largest size of modules that are gathered together, since two such sets are in memory at a time."""
 PART_BYTES = 32 * 2**20
-"""What is smaller of a root is not worth a reduction of its own, and goes with what comes after it in backward."""
+"""Smaller parts of a root get no reduction of their own, and join the next part in backward."""
 _FEW_LATENCIES = 8
-"""What takes longer than that many latencies goes by itself."""
+"""Messages that take longer than this many latencies are sent by themselves."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def plan_form(whole_bytes: Sequence[int], form: str | None, cost: TransferCost |
     if form == "flat":
         return (False,) * num_params
     if form == "in_place" or (num_params == 1 and form is None):
-        # One that is alone is in its place without a collective more.
+        # A single parameter is gathered into its place without an additional collective.
         return (True,) * num_params
     if cost is None and form is None:
         return (sum(whole_bytes) / COPY_BYTES_PER_S > num_params * HOST_COLLECTIVE_S,) * num_params

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _SMALL_BYTES, _LARGE_BYTES, _MOST_BYTES = 64, 4 * 2**20, 64 * 2**20
 _NUM_SMALL, _NUM_LARGE = 4, 2
 _FEW_LATENCIES = 4
-"""What takes longer says how much a second carries; what is shorter says that nothing reliable."""
+"""A gather that takes longer than this shows the bandwidth; a shorter one does not, reliably."""
 Costs = tuple[TransferCost | None, TransferCost | None]
 """Over the ranks that share parameters, and over those that hold copies."""
 
@@ -43,8 +43,8 @@ def costs_of(sharding: Sharding, device: torch.device) -> Costs:
 
 
 def _agreed(sharding: Sharding, costs: Costs, device: torch.device) -> Costs:
-    """The worst of each. Groups along one axis measure each for itself, and those along the other would then wait for
-    ranks that plan otherwise: copies are averaged as they are gathered, set by set."""
+    """The worst of each value. Groups along one axis measure separately. With different plans, groups along the other
+    axis would wait for each other, since replicas are averaged in the same sets as parameters are gathered."""
     rates = [(0.0, 0.0) if cost is None else (cost.latency_s, 1 / cost.bytes_per_s) for cost in costs]
     with torch.inference_mode(False), torch.no_grad():
         message = torch.tensor(rates, dtype=torch.float64).to(device)

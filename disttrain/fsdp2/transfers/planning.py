@@ -1,4 +1,4 @@
-"""Plans how the groups of a model go over the wire, when its root first runs. The plan itself is pure."""
+"""Plans the messages of a model's groups when its root first runs. The plan itself is pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from disttrain.fsdp2.policies import TransferPolicy
 
 CostOf = Callable[["Sharding"], tuple[TransferCost | None, TransferCost | None]]
-"""What transfers cost over the ranks that share parameters, and over those that hold copies; None within a host."""
+"""The costs of transfers over the ranks that share parameters, and over those that hold copies; None within a host."""
 
 
 class PlannedState(Protocol):
@@ -101,7 +101,7 @@ def _plan_group(group: ParamGroup, state: PlannedState, cost_of: CostOf, plan: T
     sizes = [slot.padded_numel * num_shards * group.compute_dtype.itemsize for slot in group.plan.slots]
     form = state.transfers.form
     is_on_host = state.device.type == "cpu" and form is None
-    # Over Gloo a copy costs nothing beside what the transport itself does.
+    # Over Gloo the cost of a copy is negligible beside that of the transport.
     plan.in_place[group] = (False,) * len(sizes) if is_on_host else plan_form(sizes, form, cost)
     plan.costs[group] = cost
     asked = state.transfers.reduces_apart
@@ -131,7 +131,7 @@ def _may_join(state: PlannedState, cost_of: CostOf) -> bool:
     is_prefetched = unit.forward_prefetch is not None or unit.backward_prefetch is not None
     is_kept = not isinstance(unit.reshard_after_forward, bool | None) or not unit.reshard_after_backward
     if is_prefetched or is_kept or not unit.unshards_in_backward:
-        # Somebody has said when it is gathered or freed.
+        # The user has set when it is gathered or freed.
         return False
     if len({group.sharding for group in state.groups}) > 1:
         return False

@@ -63,7 +63,8 @@ def reduce_together(owed: Sequence[Owed], scale: float | None = None) -> None:
     comm = first.own_comm()
     of_others = (param for _, params in owed for param in params if param.unsharded_spec is not None)
     settle_together(param.unsharded for param in of_others if param.unsharded is not None)
-    # What is in place comes first in a message, of several groups as of one: of these all is, or nothing.
+    # Parameters in place come first in a message. If it has several groups, either all of their parameters are in place
+    # or none.
     may_be_in_place = len(owed) == 1 or reduces_in_place([group.in_place for group, _ in owed])
     parts = [
         _Part(group, params, all_receive=scale is not None, may_be_in_place=may_be_in_place) for group, params in owed

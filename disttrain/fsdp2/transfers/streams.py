@@ -1,4 +1,4 @@
-"""CUDA streams for communication; on CPU all of it is nothing."""
+"""CUDA streams for communication; on CPU they do nothing."""
 
 from __future__ import annotations
 

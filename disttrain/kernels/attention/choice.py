@@ -32,7 +32,7 @@ _NUM_WARMUPS: Final = 2
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-class Choice(NamedTuple):
+class AttentionChoice(NamedTuple):
     """The implementation that serves the calls like `call` that obey a rule called `rule`."""
 
     call: Call
@@ -56,21 +56,21 @@ class _Choices:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._found: dict[tuple[Call, str], Choice] = {}
+        self._found: dict[tuple[Call, str], AttentionChoice] = {}
         self._of_kind: dict[tuple[torch.dtype, str, bool], str] = {}
 
-    def all(self) -> tuple[Choice, ...]:
+    def all(self) -> tuple[AttentionChoice, ...]:
         with self._lock:
             return tuple(self._found.values())
 
-    def of(self, call: Call, rule: str) -> Choice | None:
+    def of(self, call: Call, rule: str) -> AttentionChoice | None:
         return self._found.get((call, rule))
 
     def of_kind(self, dtype: torch.dtype, rule: str, needs_grad: bool) -> str:
         """The implementation that served the last call of the kind that was measured; empty where none was."""
         return self._of_kind.get((dtype, rule, needs_grad), "")
 
-    def add(self, choice: Choice) -> None:
+    def add(self, choice: AttentionChoice) -> None:
         call = choice.call
         with self._lock:
             self._found[call, choice.rule] = choice
@@ -80,7 +80,7 @@ class _Choices:
 _CHOICES: Final = _Choices()
 
 
-def attention_choices() -> tuple[Choice, ...]:
+def attention_choices() -> tuple[AttentionChoice, ...]:
     """The implementations that attention was measured to be served by in this process, and all times; print them to
     see."""
     return _CHOICES.all()
@@ -107,7 +107,7 @@ def chosen(call: Call, tensors: Tensors, rule: Rule | None, scale: float | None)
         return names[0]  # which will say what is wrong
     best = min(seconds, key=lambda name: seconds[name])
     agreed = _agreed(f"{kind} {tuple(call)}", best)
-    choice = Choice(call, kind, agreed if agreed in seconds else best, tuple(seconds.items()))
+    choice = AttentionChoice(call, kind, agreed if agreed in seconds else best, tuple(seconds.items()))
     _CHOICES.add(choice)
     return choice.name
 

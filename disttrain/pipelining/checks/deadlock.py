@@ -1,8 +1,8 @@
 """The schedule comes to its end on transports that buffer nothing.
 
-The ranks are played under the strictest rules that a transport may have: a send holds its rank until the message is
-taken; a message is taken when both ends have reached it and all earlier ones of the pair are through; a receive only
-makes room, and whoever computes with it waits. Then nothing depends on chance, so one play decides.
+The ranks are simulated under the strictest rules that a transport may have. A send blocks its rank until the message is
+taken. A message is taken when both ends have reached it and all earlier ones of the pair have been taken. A receive
+only makes room; the computation that uses it waits. These rules leave nothing to chance, so one simulation decides.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Unbuffered(Player):
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         super().__init__(schedule, costs)
-        # Of each rank and peer, the messages that the rank has reached; of each message, which of these it is.
+        # For each rank and peer, the messages that the rank has reached; for each message, its index among these.
         self._reached: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
         self._number: dict[Action, int] = {}
 

@@ -1,5 +1,5 @@
-"""On its own rank, each action comes after what it uses: F before I before W, a message sent after it was computed and
-received before it is used, one stage after the other where both lie on one rank."""
+"""On its own rank, each action comes after those whose results it uses: F before I before W; a message is sent after it
+was computed, and received before it is used; of two stages on one rank, the first computes first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Stages are unsharded when they compute and let go in the end; each reduces its gradients once, after its last W."""
+"""Stages are unsharded when they compute, and resharded at the end; each reduces its gradients once, after its last
+W."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from disttrain.pipelining.schedule.schedule import Schedule
 
 
 def check_sharding(schedule: Schedule) -> Iterator[Problem]:
-    """Of either kind, all stages have them or none."""
+    """For each of the two kinds, either all stages have actions of it or none."""
     kinds = {action.op for actions in schedule.ranks for action in actions}
     for rank, actions in enumerate(schedule.ranks):
         if kinds & {Op.UNSHARD, Op.RESHARD}:

@@ -7,9 +7,9 @@
     grads = backward.backward_input(outputs, output_grads, inputs)
     backward.backward_weight()
 
-Layers that hold a matrix, an embedding or a norm leave their weights' gradients to W (`split_layers`); what other
-parameters get is computed in I, and kept. Either way a parameter receives its gradient in W: once, summed over all its
-uses, in the order of an undivided backward, and with its hooks. Source of the idea: Zero Bubble (arXiv 2401.10241).
+Linear, embedding and norm layers postpone their weights' gradients to W (`split_layers`). Gradients of other parameters
+are computed in I, and kept. In both cases a parameter receives its gradient in W, once: summed over all its uses, in
+the order of an undivided backward, and its hooks are called. Source of the idea: Zero Bubble (arXiv 2401.10241).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Backward:
         self._kept: list[tuple[Grads, Callable[[], Grads]]] = []
 
     def forward(self) -> AbstractContextManager[None]:
-        """The forward is computed within; a backward by any other way computes everything at once."""
+        """Compute the forward within it. A backward by any other way computes everything at once."""
         return kept_by(self)
 
     def keep(self, parameters: Grads, compute: Callable[[], Grads]) -> bool:
@@ -68,7 +68,7 @@ class Backward:
         return self._casts[key][1]
 
     def sum_for(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """The gradient that a product may add to; None where there is none yet, or somebody waits for each."""
+        """The gradient that a product may add to; None if there is none yet, or if a hook wants each term."""
         total = parameter.grad if self._fuses_sums and parameter.is_leaf else None
         may_add = type(total) is torch.Tensor and total.dtype == dtype and not has_hooks(parameter)
         return total if may_add else None
@@ -104,7 +104,7 @@ class Backward:
             return (None,) * len(inputs)
         self._is_split, self._inputs = True, wanted
         try:
-            # The leaves' own hooks are for their whole gradient, in W.
+            # The hooks of leaves are called with the whole gradient, in W.
             with without_hooks(leaves):
                 all_grads = gradients_of([*wanted, *leaves], roots, root_grads)
         finally:
@@ -114,7 +114,7 @@ class Backward:
         return tuple(of_inputs.get(id(tensor)) for tensor in inputs)
 
     def _keep_found(self, leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
-        """Keeps gradients of weights that had to be computed with those of the inputs until the rest is asked for."""
+        """Keeps the gradients of weights that had to be computed with those of the inputs until W."""
         pairs = [(leaf, grad) for leaf, grad in zip(leaves, grads, strict=True) if grad is not None]
         if pairs:
             rest = [grad for _, grad in pairs]
@@ -125,7 +125,7 @@ class Backward:
         waiting, self._kept = self._kept, []
         roots = []
         with torch.enable_grad():
-            # The engine begins with what was made last.
+            # The engine begins with the node that was made last.
             while waiting:
                 parameters, compute = waiting.pop()
                 roots.append(_Later.apply(compute, *parameters))  # type: ignore[no-untyped-call]
@@ -134,7 +134,8 @@ class Backward:
 
 
 class _Later(torch.autograd.Function):
-    """Nothing, whose gradient makes those of some parameters. Autograd adds them up, and calls what waits for them."""
+    """An empty output whose backward returns the gradients of some parameters. Autograd adds them up, and calls their
+    hooks."""
 
     @staticmethod
     def forward(ctx: Any, compute: Callable[[], Grads], *parameters: torch.Tensor | None) -> torch.Tensor:
@@ -144,7 +145,7 @@ class _Later(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _grad: torch.Tensor) -> Any:
-        # What it holds is let go of now, not when all others have been computed as well.
+        # Its tensors are released now, not only after all others have been computed.
         compute, ctx.compute = ctx.compute, None
         return (None, *compute())
 
@@ -173,7 +174,7 @@ def _wants_grad(value: Any) -> bool:
 
 
 def _leaves(roots: Sequence[Root], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """All that gets a gradient from the roots and comes from nothing itself, other than the inputs."""
+    """All leaves that get a gradient from the roots, without the inputs."""
     input_ids = set(map(id, inputs))
     edges = [root if isinstance(root, GradientEdge) else edge_of(root) for root in roots]
     # While `seen` holds them, torch gives the same Python objects for the same nodes.

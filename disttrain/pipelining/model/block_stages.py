@@ -1,8 +1,8 @@
 """An ordinary stack of blocks, cut between them.
 
-Each stage runs the model's own forward. What belongs to other stages is replaced by stand-ins without parameters that
-hand their input on; what computes no activations, such as tables of positions, is there on every stage. So names stay,
-and what a model makes for its blocks, masks or rotary angles, is made on each stage anew.
+Each stage runs the model's own forward. Modules of other stages are replaced by stand-ins without parameters that
+return their input. Modules that compute no activations, such as tables of positions, are on every stage. So names stay
+the same, and each stage computes masks, rotary angles and the like for its own blocks.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ def split_blocks(
 
 
 class StandIn(nn.Module):
-    """In the place of a module of another stage: hands activations on, and adds nothing where others are made."""
+    """Stands in for a module of another stage: passes activations on, and adds nothing to others."""
 
     def __init__(self, replaced: nn.Module) -> None:
         super().__init__()
-        # A model may ask its blocks for their kind.
+        # A model may read an attribute of its blocks that says their kind.
         plain = {name: value for name, value in vars(replaced).items() if isinstance(value, str | int | float | None)}
         vars(self).update({name: value for name, value in plain.items() if not name.startswith("_")})
 
@@ -105,7 +105,7 @@ def _stage(model: nn.Module, parts: Parts, block_range: range, *, is_first: bool
 
 @dataclass
 class _Part:
-    """The way in which a stage is called. `unchecked`: blocks of which nobody knows yet that they return one tensor."""
+    """How a stage is called. `unchecked`: blocks that have not yet been seen to return one tensor."""
 
     takes: str | None
     takes_no_cache: bool

@@ -93,7 +93,7 @@ class _Product(torch.autograd.Function):
         x_grad = _left_grad(grad_rows, rows, matrix).view(x.shape) if needs_x else None
         matrix_shape, matrix_stride = matrix.shape, matrix.stride()
         is_in_out, keeper, parameter = ctx.is_in_out, ctx.keeper, ctx.parameters[0]
-        # Where the rows are no view, torch adds the bias by itself, and to all dims.
+        # If the rows are not a view, torch adds the bias separately, to all dims.
         bias_grads = grad_rows if is_in_out or x.is_contiguous() else grad
 
         def weight_grads() -> Grads:
@@ -181,7 +181,7 @@ class _LayerNorm(torch.autograd.Function):
         if needs_x:
             x_grad = _aten.native_layer_norm_backward(grad, *saved, weight, bias, [True, False, False])[0]
 
-        # Their values play no part; their memory may be gone by then.
+        # Only their shapes matter; their memory may have been freed by then.
         like_weight = weight.new_empty(weight.shape)
         like_bias = None if bias is None else like_weight
 

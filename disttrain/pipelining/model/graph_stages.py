@@ -1,4 +1,4 @@
-"""One graph as several: each is a stage, and takes from those before what it uses of theirs."""
+"""Cuts one graph into several. Each is a stage, and takes the values of earlier stages that it uses."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def _assign(graph: fx.Graph, mark: Callable[..., Any]) -> dict[fx.Node, int]:
         elif node.op == "call_function" and node.target is mark:
             stage, is_empty = (stage, True) if is_empty else (stage + 1, True)
         elif node.op not in ("get_attr", "output"):
-            # What is written to a buffer was computed long before; and parts of a result are not sent as one.
+            # A value written to a buffer belongs to the stage that computed it; and a tuple of results is not sent as
+            # one value.
             is_late = node.target in (torch.ops.aten.copy_.default, operator.getitem)
             earlier = [stage_of[used] for used in node.all_input_nodes if used.op != "get_attr"] if is_late else []
             stage_of[node] = max(earlier, default=stage)

@@ -1,4 +1,4 @@
-"""Layers whose backward comes in two parts: they take another class, whose forward is an autograd Function of ours."""
+"""Layers with a backward in two parts: their class is replaced by one whose forward is an autograd Function of ours."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class _RMSNorm(SplitLayer):
     eps: float | None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Elsewhere torch composes it of others, and the weight's part in it is a product like any other.
+        # Otherwise torch composes it of other operators, and the weight's gradient is computed in I.
         is_one_operator = x.is_cuda and x.is_contiguous() and x.dtype == self.weight.dtype and x.is_floating_point()
         if not is_one_operator or is_within_autocast(x.device) or self._goes_its_own_way(x):
             return super().forward(x)  # type: ignore[no-any-return]

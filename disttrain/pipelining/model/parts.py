@@ -30,9 +30,10 @@ class Parts:
 def find_parts(model: nn.Module, blocks: str | None = None) -> Parts:
     """Tell a model's parts by its blocks and by the order in which modules were registered.
 
-    What has parameters, or is one of torch's own layers, computes activations; what else there is, such as a table of
-    positions, helps. Args: blocks  the name of what holds the blocks, "" for the model; default: the largest of like
-    modules.
+    Modules with parameters, and torch's own layers, compute activations. All others, such as a table of positions, are
+    helpers.
+
+    Args: blocks  the name of what holds the blocks, "" for the model; default: the largest of like modules.
     Raises: ScheduleError when there are no blocks, or parameters beside the modules.
     """
     name = _find_blocks(model) if blocks is None else blocks
@@ -66,7 +67,7 @@ def find_parts(model: nn.Module, blocks: str | None = None) -> Parts:
 
 
 def estimated_costs(parts: Parts) -> BlockCosts:
-    """By the elements of all matrices that are multiplied by, to which time is nearly proportional."""
+    """Costs are the elements of all matrices in products, to which time is nearly proportional."""
     return BlockCosts(
         tuple(_matrix_elements(block) for block in parts.blocks),
         sum(_matrix_elements(module) for module in parts.before),
@@ -169,7 +170,7 @@ def _refuse_parameters(module: nn.Module) -> None:
 
 
 def _matrix_elements(module: nn.Module) -> int:
-    """Of a matrix that is used twice, twice. Rows of an embedding are only looked up."""
+    """A matrix that is used twice counts twice. Embeddings don't count, since their rows are only looked up."""
     return sum(
         parameter.numel()
         for submodule in module.modules()

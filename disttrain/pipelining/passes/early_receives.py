@@ -10,8 +10,8 @@ from disttrain.pipelining.schedule.schedule import Schedule
 
 def place_receives_early(schedule: Schedule, num_ahead: int = 1, *, by_direction: bool = False) -> Schedule:
     """Each receive moves up past at most `num_ahead` computations, and past no message of the same two ranks, or with
-    `by_direction` past no other receive from the same rank: for transports where messages that go one way do not stand
-    behind those that go the other.
+    `by_direction` past no other receive from the same rank: for transports where messages in one direction do not wait
+    for those in the other.
 
     A receive only makes room, so moving it up can hold up nobody; the room is taken for longer, though.
     """

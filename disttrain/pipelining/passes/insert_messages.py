@@ -1,8 +1,8 @@
 """Sends and receives for all that goes from rank to rank: activations, gradients, skip edges, tied gradients.
 
-A simulation of the computations says when each output is there. Its send stands right after the computation, its
-receive where the other rank has come to by then. As both ranks list all messages by that time, they list them in one
-order; and as everybody's list follows one clock, nobody waits in a circle, not even where sends wait for receives.
+A simulation of the computations says when each output is ready. Its send is placed right after the computation, and its
+receive where the other rank is at that time. Both ranks sort their messages by that time, so they have one order. And
+since all lists follow one clock, no ranks wait in a circle, even if sends wait for receives.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _messages(schedule: Schedule, timeline: Timeline) -> Iterator[_Message]:
     home = schedule.placement.ranks
     for stage, peer in schedule.wiring.tied_pairs if schedule.has_backward else ():
         if home[stage] != home[peer]:
-            # Not before the receiver has its own: until then a buffer for the other's would lie idle.
+            # Not before the receiver has its own gradient: until then a buffer for the other's would be unused.
             yield _message(max(complete_s[stage], complete_s[peer]), Action(Op.SEND_TIED, stage, None, peer))
 
 

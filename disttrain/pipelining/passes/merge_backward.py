@@ -1,5 +1,5 @@
-"""An I and the W right after it are one B, which autograd runs in one go: cheaper, but who waits for the gradients of
-inputs waits for those of weights as well."""
+"""Merges an I and the W right after it into one B, which autograd runs as one pass. That is cheaper, but ranks that
+wait for the gradients of inputs then wait for those of weights as well."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def merge_backward(schedule: Schedule) -> Schedule:
 
 
 def merge_where_free(schedule: Schedule) -> Schedule:
-    """The schedule with those pairs merged for whose gradients of inputs nobody waits: the first stage's."""
+    """The schedule with the pairs of the first stage merged: no rank waits for its gradients of inputs."""
     free = frozenset(stage for stage in range(schedule.num_stages) if not schedule.sources[stage])
     return schedule.with_ranks([_merge(actions, free) for actions in schedule.ranks])
 

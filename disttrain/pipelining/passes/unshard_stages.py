@@ -1,8 +1,8 @@
 """Inserts the gathers of a stage's sharded parameters, and the points at which they are freed.
 
-What is unsharded at any time is what the next computations need, as far as there is room: the stage that is needed next
-is gathered (a prefetch, if others come before it), and what is not among the next ones is let go of. That is Belady's
-rule, which no other order of gathers beats.
+At any time the stages of the next computations are unsharded, as many as there is room for. The stage that is needed
+next is gathered (a prefetch, if others compute before it), and stages that are not among the next are freed. This is
+Belady's rule, and no other order of gathers is better.
 """
 
 from __future__ import annotations

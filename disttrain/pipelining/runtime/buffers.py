@@ -1,7 +1,7 @@
 """Memory for what is received: as much as is in use at once, and no more.
 
-A buffer is free again when nobody keeps it: no view, no graph that saved it, no user's hook. So a schedule's liveness
-sizes the pool by itself, and what somebody holds on to is never written over. On CUDA PyTorch's own allocator does so.
+A buffer is free again when nothing else holds it: no view, no graph that saved it, no user's hook. So the pool grows to
+what the schedule needs, and a tensor that something holds is never overwritten. On CUDA PyTorch's own allocator serves.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Buffers:
         made = self._made[shape, dtype]
         for index, buffer in enumerate(made):
             if num_holders(buffer) == 1:
-                # What was taken longest ago is free first, as a rule.
+                # The buffer taken longest ago is usually the first to be free.
                 del made[index]
                 made.append(buffer)
                 return buffer.view(shape)

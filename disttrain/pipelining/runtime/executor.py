@@ -1,8 +1,8 @@
 """Runs the actions of one rank, in their order: one loop, and a method for each kind of action.
 
-Nothing waits but for what it needs. Receives are posted where the schedule says, sends go right after what they send,
-and both are in the order that the verifier has seen. In the first pass nobody knows yet how large messages are: each is
-then received when it is needed, together with those before it from the same rank.
+Each action waits only for its own inputs. Receives are posted where the schedule says, sends right after the
+computation, and both in the order that the verifier has checked. In the first pass the sizes of messages are not known
+yet. Each message is then received when it is needed, together with earlier ones from the same rank.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ class Executor:
         flight, grads = self._landing(action)
         tensors = [value.tensor for value in flight.given]
         self._hand_back(action, flight, flight.backward.backward_input(flight.roots, grads, tensors))
-        # Only what its weights' gradients are made of is kept.
+        # Only the inputs of its weights' gradients are kept.
         flight.given, flight.roots, flight.root_grads = (), (), None
 
     def _backward_weight(self, action: Action) -> None:
@@ -257,7 +257,7 @@ class Executor:
         flight.backward.backward_weight()
 
     def _landing(self, action: Action) -> tuple[InFlight, Sequence[torch.Tensor | None]]:
-        """A flight, and the gradients of what its stage returned: the sum of those that come back."""
+        """A microbatch in flight, and the gradients of its stage's outputs: the sums of those that come back."""
         stage, microbatch = action.stage, action.microbatch
         assert microbatch is not None
         flight = self._now.flights[stage, microbatch]

@@ -29,7 +29,7 @@ class Batch:
 
 
 Message = tuple[int, int, int | None]
-"""From which stage, to which, and of which microbatch; None for gradients of tied weights."""
+"""The sending stage, the receiving stage, and the microbatch; None for gradients of tied weights."""
 
 
 class Handed(NamedTuple):
@@ -52,7 +52,7 @@ class Given(NamedTuple):
 
 @dataclass
 class InFlight:
-    """A microbatch on one stage between its forward and its last backward.
+    """A microbatch in flight: on one stage, between its forward and its last backward.
 
     `roots`: where its backward begins, one per tensor that it returned; `outputs`: the forms of these; `meshes`: of
     those that are DTensors.

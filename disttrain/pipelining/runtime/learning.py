@@ -1,4 +1,4 @@
-"""Learns the sizes of messages: the sender tells them once, or every time where shapes change, through the store."""
+"""Learns the sizes of messages: the sender tells them through the store, once, or every time if shapes may change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Message = tuple[int, int, int]
 """From which stage, to which, and of which microbatch, where forms may change between these; else 0."""
 
 _SLICE_S = 0.5
-"""How often who waits looks whether somebody has failed."""
+"""The interval at which a waiting rank checks whether another has failed."""
 
 
 class Forms:
@@ -32,7 +32,7 @@ class Forms:
         self._heard: dict[_Message, Form] = {}
         self._num_passes = 0
         self.is_learning = True
-        """True while forms are not known before they come."""
+        """True while the form of a message is not known before it arrives."""
 
     def end_pass(self) -> None:
         """All forms have been told and heard."""

@@ -1,7 +1,7 @@
 """Metadata of a message between stages: how its values are nested, and how large each tensor is.
 
-Whoever receives must know before the first byte comes. A form travels once, as msgpack, through the store; after that
-both sides hold what is sent against it.
+The receiver must know this before the first byte arrives. The sender tells it once, as msgpack through the store; after
+that both sides compare each message with it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Messages between the ranks of a pipeline.
 
 Each direction, toward higher ranks and toward lower ones, has a group of its own: on NCCL, a communicator and a stream
-for each pair and direction, so that a message never stands behind one that comes the other way.
+for each pair and direction, so that a message never waits for one in the other direction.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from disttrain.process_group.peers.channels import PeerChannels, open_channels
 from disttrain.process_group.world import world_of
 
 _MAX_UNDER_WAY = 4
-"""Messages to one peer that the host lets be under way; on the CPU it waits for the oldest one then."""
+"""The number of messages to one peer that may be in progress; on the CPU the host then waits for the oldest one."""
 
 
 class Mail:
@@ -66,7 +66,7 @@ class Mail:
     def _connect(self, pairs: Sequence[tuple[int, int]]) -> None:
         token = torch.zeros(1, device=self._device)
         for source, target in pairs:
-            # NCCL makes a pair's communicator with its first message, for which both ends stand still.
+            # NCCL creates a pair's communicator with its first message, for which both ends block.
             if self._group_rank == source:
                 isend(token, group=self._way(target), group_dst=target).wait()
             elif self._group_rank == target:
@@ -101,7 +101,7 @@ class Mail:
         """Between GPUs of one host, leave messages as large as those so far to copy engines. Collective."""
         # An earlier pipeline of the group may go on beside this one.
         self._num_slots = max(self._num_slots, num_slots * self._most_tensors)
-        # Nobody writes any more where an earlier pipeline's messages lie, once all have come here.
+        # Once all ranks have come here, none writes to the messages of an earlier pipeline any more.
         torch.cuda.synchronize(self._device)
         self._channels = open_channels(self.ways[0], self._device, pairs, self._largest_bytes, self._num_slots)
 

@@ -1,4 +1,4 @@
-"""Tells the other ranks, which wait for it, what one rank gets wrong before the first step."""
+"""Tells the other ranks, which wait, of an error that one rank raises before the first step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from disttrain.process_group import ProcessGroup
 
 AGREES_BY = "all_gather_into_tensor"
-"""What the first step begins with."""
+"""The operation with which the first step begins."""
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from disttrain.pipelining.schedule.placement import Placement
 from disttrain.pipelining.schedule.schedule import Schedule, Wiring
 
 Value = tuple[int, int]
-"""What a stage gives to others: the stage, and which of its tensors."""
+"""An output of a stage: the stage, and the index of the tensor."""
 
 _OPERATION = "pipelining.step"
 

@@ -135,14 +135,14 @@ def _pairs(lowered: Schedule) -> set[tuple[int, int]]:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Of what our own functions had in their hands when it was raised: Gloo's connections close, and so wake who waits
-    at their other end, when nobody holds a message any more."""
+    """Clears the frames of our own functions in an error's traceback. Gloo closes its connections when nothing holds a
+    message any more, and that wakes the ranks that wait at the other end."""
     seen = []
     while error is not None and error not in seen:
         seen.append(error)
         for frame, _ in traceback.walk_tb(error.__traceback__):
             if frame.f_globals.get("__name__", "").startswith("disttrain."):
-                # Those that still run are not to be cleared, and hold nothing.
+                # Frames that still run cannot be cleared, and hold no messages.
                 with contextlib.suppress(RuntimeError):
                     frame.clear()
         error = error.__cause__ or error.__context__

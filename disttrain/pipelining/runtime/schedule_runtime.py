@@ -30,7 +30,8 @@ from disttrain.process_group import ProcessGroup, all_gather_object
 
 _OPERATION = "pipelining.step"
 _AHEAD_ON_HOST = 4
-"""Computations: over a network the sender learns of room a latency late, and sends after that."""
+"""A number of computations: over a network, the sender learns of a free buffer one latency late, and sends after
+that."""
 
 
 class PipelineSchedule:

@@ -1,8 +1,8 @@
-"""CUDA streams of a rank's stages: one for all, or one for each where forwards and backwards are to run side by side.
+"""CUDA streams of a rank's stages: one for all, or one for each if forwards and backwards run side by side.
 
-The two children of an OVERLAP belong to two stages. On streams of their own the host hands both to the device, which
-fills with one what the other leaves idle: while a collective of the backward is on its way, say. On the CPU they run
-one after the other: threads would let the collectives of two stages race each other, in another order on each rank.
+The two children of an OVERLAP belong to two stages. With a stream for each, the device can run one child while the
+other leaves it idle, for example during a collective of the backward. On the CPU they run one after the other: threads
+would let the collectives of two stages race each other, in another order on each rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from disttrain.pipelining.runtime.buffers import Buffers
 
 _MAX_PASSES_AHEAD = 2
-"""That the host has handed to the device, which has not come to their end."""
+"""The number of passes that the host has queued and the device has not finished."""
 
 
 class Streams:
@@ -46,8 +46,8 @@ class Streams:
         self._own = {}
 
     def hold_back(self) -> None:
-        """At the end of a pass: let the host wait for the end of an earlier one, so that it does not hand over, with
-        memory for what is to be received, pass after pass. Who fails lets all streams go on, and so this wait end."""
+        """At the end of a pass, the host waits for the end of an earlier one. Otherwise it would queue pass after pass,
+        with receive buffers for each. If a rank fails, all streams go on, so this wait ends, too."""
         if self._device.type != "cuda":
             return
         end = torch.cuda.Event(blocking=True)
@@ -85,13 +85,13 @@ class Streams:
     def follow(self, stage: int, made: torch.cuda.Event | None, tensors: Sequence[torch.Tensor]) -> None:
         """`stage` goes on with `tensors` that another stage on this rank had made at that mark.
 
-        It does not wait for what the other has been given since: that is what it is to run beside.
+        It does not wait for later work of the other stage: it runs beside that.
         """
         if made is None:
             return
         self._own[stage].wait_event(made)
         for tensor in tensors:
-            # Its memory must not be handed out again on the stream that it was made on while it is read here.
+            # Its memory must not be reused on the stream that it was allocated on while it is read here.
             tensor.record_stream(self._own[stage])
 
 

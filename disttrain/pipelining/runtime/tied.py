@@ -20,7 +20,7 @@ class TiedGradients:
         self._stages = stages
         self._labels = routes.labels
         self._received: dict[str, dict[int, torch.Tensor]] = {}
-        # What earlier steps have left in .grad is the sum already.
+        # The .grad of earlier steps is already the sum over stages.
         self._earlier: dict[nn.Parameter, torch.Tensor] = {}
         self._own: dict[str, tuple[int, nn.Parameter]] = {}
         for stage, module in sorted(stages.items()):
@@ -60,7 +60,7 @@ class TiedGradients:
         return part.contiguous()
 
     def forget(self) -> None:
-        """A step has failed: gradients of earlier ones are there again."""
+        """A step has failed: restores the gradients of earlier ones."""
         for parameter, earlier in self._earlier.items():
             parameter.grad = earlier
         self._received, self._earlier = {}, {}

@@ -1,4 +1,4 @@
-"""Cuts a row of blocks so that the dearest stage costs as little as can be. Pure."""
+"""Cuts a row of blocks so that the most expensive stage costs as little as possible. Pure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def balance(costs: BlockCosts, num_stages: int) -> tuple[int, ...]:
         ends = (costs.before if first == 0 else 0) + (costs.after if end == num_blocks else 0)
         return upto[end] - upto[first] + ends
 
-    # best[end]: of the blocks before `end` in so many stages, the dearest stage, how uneven they are, and the cuts.
+    # best[end]: for the blocks before `end` in this many stages, the highest cost, the unevenness, and the cuts.
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {
         end: (cost(0, end), cost(0, end) ** 2, ()) for end in range(1, num_blocks + 1)
     }

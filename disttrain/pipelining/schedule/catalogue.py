@@ -14,7 +14,7 @@ from disttrain.pipelining.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ScheduleKind:
     """A kind of schedule, and how to make it. `stages_per_rank` is what it needs, or what it takes when nobody says."""
 
     name: str
@@ -24,8 +24,8 @@ class Recipe:
     aliases: tuple[str, ...] = ()
 
 
-def _fixed(name: str, make: Callable[[int, int], Schedule], stages_per_rank: int, *aliases: str) -> Recipe:
-    return Recipe(
+def _fixed(name: str, make: Callable[[int, int], Schedule], stages_per_rank: int, *aliases: str) -> ScheduleKind:
+    return ScheduleKind(
         name,
         lambda ranks, microbatches, _: make(ranks, microbatches),
         stages_per_rank,
@@ -38,26 +38,26 @@ def _forward_only(num_ranks: int, num_microbatches: int, stages_per_rank: int) -
     return schedules.forward_only(Placement.loop(num_ranks, stages_per_rank), num_microbatches)
 
 
-RECIPES = (
+SCHEDULE_KINDS = (
     _fixed("GPipe", schedules.gpipe, 1),
     _fixed("1F1B", schedules.one_f_one_b, 1),
-    Recipe("Interleaved1F1B", schedules.interleaved_1f1b, 2, any_stages=True, aliases=("Interleaved",)),
-    Recipe("LoopedBFS", schedules.looped_bfs, 2, any_stages=True, aliases=("BFS",)),
+    ScheduleKind("Interleaved1F1B", schedules.interleaved_1f1b, 2, any_stages=True, aliases=("Interleaved",)),
+    ScheduleKind("LoopedBFS", schedules.looped_bfs, 2, any_stages=True, aliases=("BFS",)),
     _fixed("ZB-H1", schedules.zb_h1, 1),
     _fixed("ZB-H2", schedules.zb_h2, 1),
-    Recipe("InterleavedZeroBubble", schedules.interleaved_zero_bubble, 2, any_stages=True, aliases=("ZB1P",)),
+    ScheduleKind("InterleavedZeroBubble", schedules.interleaved_zero_bubble, 2, any_stages=True, aliases=("ZB1P",)),
     _fixed("ZBVZeroBubble", schedules.zbv, 2, "ZBV"),
     _fixed("V-Half", schedules.v_half, 2),
     _fixed("V-Min", schedules.v_min, 2),
     _fixed("DualPipeV", schedules.dualpipev, 2),
-    Recipe("ForwardOnly", _forward_only, 1, any_stages=True),
+    ScheduleKind("ForwardOnly", _forward_only, 1, any_stages=True),
 )
 
 
 @arguments_of("pipelining.make_schedule", remedy="Give a schedule's name.")
-def find_recipe(name: str) -> Recipe:
+def find_schedule_kind(name: str) -> ScheduleKind:
     """Raises: ScheduleError with the names there are."""
-    by_key = {_key(spelling): recipe for recipe in RECIPES for spelling in (recipe.name, *recipe.aliases)}
+    by_key = {_key(spelling): kind for kind in SCHEDULE_KINDS for spelling in (kind.name, *kind.aliases)}
     key = _key(name)
     if key in by_key:
         return by_key[key]
@@ -66,7 +66,7 @@ def find_recipe(name: str) -> Recipe:
     raise ScheduleError(
         "pipelining.make_schedule",
         f"There is no schedule {name!r}.",
-        f"{hint}There are {', '.join(recipe.name for recipe in RECIPES)}.",
+        f"{hint}There are {', '.join(kind.name for kind in SCHEDULE_KINDS)}.",
     )
 
 
@@ -76,19 +76,19 @@ def make_schedule(name: str, num_ranks: int, num_microbatches: int, stages_per_r
 
     Raises: ScheduleError when there is no such schedule, or it cannot be for these counts.
     """
-    recipe = find_recipe(name)
+    kind = find_schedule_kind(name)
     if stages_per_rank is None:
-        stages_per_rank = recipe.stages_per_rank
-    elif not recipe.any_stages and stages_per_rank != recipe.stages_per_rank:
-        needs = "1 stage" if recipe.stages_per_rank == 1 else f"{recipe.stages_per_rank} stages"
-        others = ", ".join(other.name for other in RECIPES if other.any_stages)
+        stages_per_rank = kind.stages_per_rank
+    elif not kind.any_stages and stages_per_rank != kind.stages_per_rank:
+        needs = "1 stage" if kind.stages_per_rank == 1 else f"{kind.stages_per_rank} stages"
+        others = ", ".join(other.name for other in SCHEDULE_KINDS if other.any_stages)
         raise ScheduleError(
-            recipe.name,
+            kind.name,
             f"stages_per_rank is {stages_per_rank}; it takes exactly {needs} per rank.",
-            f"Cut the model into {recipe.stages_per_rank * num_ranks} stages for {num_ranks} ranks, or choose one of "
+            f"Cut the model into {kind.stages_per_rank * num_ranks} stages for {num_ranks} ranks, or choose one of "
             f"{others}.",
         )
-    return recipe.make(num_ranks, num_microbatches, stages_per_rank)
+    return kind.make(num_ranks, num_microbatches, stages_per_rank)
 
 
 def _key(name: str) -> str:

@@ -77,7 +77,7 @@ class Costs:
                 )
 
     def split(self, stages_per_rank: int) -> Costs:
-        """The same model cut into so many times as many stages: each takes, and keeps, that much less. Messages stay
+        """The same model with a multiple of the stages: each stage takes and keeps less by that factor. Messages stay
         as large, and there are more of them.
 
         Raises: ScheduleError when a cost is given per stage: nobody knows how those are cut.

@@ -1,7 +1,7 @@
-"""Given in which order each rank runs its F and I, finds places for W: where the rank would wait, or must make room.
+"""Given the order of F and I on each rank, places each W where the rank would wait, or must free memory.
 
-Zero Bubble's observation (arXiv:2401.10241) is that nobody waits for a W. So F and I are played as a clock has them
-and, whenever a rank's next one is not there yet, the rank runs the oldest W that waits.
+Zero Bubble's observation (arXiv:2401.10241) is that nobody waits for a W. So F and I are simulated against a clock.
+Whenever a rank's next F or I is not ready yet, the rank runs the oldest W.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from disttrain.pipelining.schedule.action import Action, Op
 from disttrain.pipelining.schedule.costs import Costs, PerStage, at
 from disttrain.pipelining.schedule.schedule import Schedule
 
-# By how many forwards without their backward, and I without their W, there are more.
+# The changes of the number of forwards without their backward, and of I without their W.
 _CHANGES = {Op.FORWARD: (1, 0), Op.BACKWARD: (-1, 0), Op.BACKWARD_INPUT: (-1, 1), Op.BACKWARD_WEIGHT: (0, -1)}
 
 
@@ -52,7 +52,7 @@ class KeptActivations:
     def moments(self, actions: Iterable[Action]) -> Iterator[tuple[Action | None, float, float]]:
         """Each action with what is live and pending while it runs, then None with what is after it."""
         for action in actions:
-            # An OVERLAP's forwards have started before its backwards let go of anything.
+            # The forwards of an OVERLAP start before its backwards free anything.
             for part in action.parts:
                 if part.op is Op.FORWARD:
                     self.add(part)

@@ -1,9 +1,8 @@
 """Plays a schedule: each rank does its actions in order, each one as soon as all that it uses has come. Pure.
 
-Whatever else one wants to know of a schedule is a question to such a play, which a subclass asks: does it end where
-nothing is buffered (`checks/deadlock.py`), how many messages must be buffered (`slots.py`), when does all of it happen
-(`simulator.py`), which computations fill the time that a rank would wait (`fill_weights.py`). They differ in how a
-message travels, and in what a rank may do next.
+Subclasses answer further questions: does the schedule end if nothing is buffered (`checks/deadlock.py`), how many
+messages must be buffered (`slots.py`), when does each action happen (`simulator.py`), which computations fill the time
+that a rank would wait (`fill_weights.py`). They differ in how a message travels, and in what a rank may do next.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class Player:
         return self.home[send.stage], self.home[send.peer]
 
     def advance(self, rank: int, now_s: float) -> None:
-        """Let the rank do what comes next, also what begins later than now: its order is fixed."""
+        """Let the rank do its next actions, even those that begin later than now, since its order is fixed."""
         actions = self.schedule.ranks[rank]
         while self.positions[rank] < len(actions) and self.step(rank, actions[self.positions[rank]]):
             self.positions[rank] += 1

@@ -90,7 +90,7 @@ class _Timed(Player):
         self._match(link, posted)
 
     def _match(self, link: Link, posted: _Posted) -> None:
-        """Let travel what both ends have come to."""
+        """Sends the messages that both ends have reached."""
         while posted.sends and posted.receives:
             send, ready_s = posted.sends.popleft()
             receive, posted_s = posted.receives.popleft()

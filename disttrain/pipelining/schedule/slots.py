@@ -1,7 +1,7 @@
-"""Counts how far senders must be able to run ahead of receivers, where a send holds its rank until there is room.
+"""Counts how many messages must be buffered, if a send blocks its rank until there is room.
 
-A receiver takes a message when it computes with it, and all earlier ones of that sender with it. The ranks are played
-with ever more room until all come to their end; since nothing depends on chance, one play decides.
+A receiver takes a message when it computes with it, together with all earlier ones of that sender. The ranks are
+simulated with more and more room until all come to their end. Nothing depends on chance, so one simulation decides.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Slotted(Player):
         if self._num_sent[link] - self._num_taken[link] >= self._num_slots and not self.is_done(link[1]):
             return False
         self._num_sent[link] += 1
-        # No time but a number: of all messages of the link, which one it is.
+        # Not a time, but the message's index among those of the link.
         self.arrivals_of(send)[send.microbatch] = self._num_sent[link]
         self.wake(link[1])
         return True

@@ -19,13 +19,13 @@ Offsets = tuple[int, int, int, int]
 
 
 def repeat_block(name: str, num_microbatches: int, blocks: Sequence[Offsets], most_held: int) -> Schedule:
-    """Each rank keeps the order that its blocks overlay to, begins as soon as it can, and runs a W when it would wait,
-    or hold more than `most_held` forwards."""
+    """Each rank has the order of its overlaid blocks, and begins as soon as it can. It runs a W when it would otherwise
+    wait, or hold more than `most_held` forwards."""
     placement = Placement.v(len(blocks))
     orders = [overlay(stages, block, num_microbatches) for stages, block in zip(placement.stages, blocks, strict=True)]
     template = Schedule(name, placement, num_microbatches, ((),) * placement.num_ranks)
     filled = fill_weights(template, orders, Costs(), most_held, is_strict=False)
-    assert filled is not None  # orders of one block's repetitions block nobody
+    assert filled is not None  # orders made of one repeated block cannot deadlock
     return filled.schedule
 
 

@@ -1,5 +1,5 @@
-"""The best schedule for measured times and a bound on memory: all named ones, each again with its W where they fit
-best, orders that no paper names, then small changes to the best as long as they help."""
+"""Finds the best schedule for measured times and a bound on memory. It tries all named schedules, each of them with its
+W moved to the best places, orders that have no name, and then small changes to the best as long as they help."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from disttrain.errors import ScheduleError
 from disttrain.pipelining.passes.merge_backward import merge_backward
 from disttrain.pipelining.schedule.action import Action
-from disttrain.pipelining.schedule.catalogue import RECIPES
+from disttrain.pipelining.schedule.catalogue import SCHEDULE_KINDS
 from disttrain.pipelining.schedule.costs import Costs
 from disttrain.pipelining.schedule.fill_weights import Filled, fill_weights, skeleton
 from disttrain.pipelining.schedule.placement import Placement
@@ -90,11 +90,11 @@ def named_schedules(num_ranks: int, num_microbatches: int, by_stages: Mapping[in
     results = []
     refusals = []
     for stages_per_rank, costs in by_stages.items():
-        for recipe in RECIPES:
-            if stages_per_rank != recipe.stages_per_rank and not recipe.any_stages:
+        for kind in SCHEDULE_KINDS:
+            if stages_per_rank != kind.stages_per_rank and not kind.any_stages:
                 continue
             try:
-                schedule = recipe.make(num_ranks, num_microbatches, stages_per_rank)
+                schedule = kind.make(num_ranks, num_microbatches, stages_per_rank)
             except ScheduleError as refusal:
                 refusals.append(refusal)
                 continue
@@ -144,7 +144,7 @@ class _Tries:
         return fill_weights(template, order, self.costs, self.max_bytes, patience)
 
     def _as_found(self, schedule: Schedule) -> Iterator[Found]:
-        """Also with a B for each I whose W follows at once, where that is cheaper than both."""
+        """Also with a B in place of each I and the W right after it, if that is cheaper than both."""
         named = replace(schedule, name="Found")
         for variant in (named,) if self.costs.backward_s is None else (named, merge_backward(named)):
             result = Found(simulate(variant, self.costs), self.costs)

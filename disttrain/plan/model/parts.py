@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from disttrain.errors import ScheduleError
 from disttrain.pipelining.schedule.balance import BlockCosts, balance
-from disttrain.pipelining.schedule.catalogue import find_recipe, make_schedule
+from disttrain.pipelining.schedule.catalogue import find_schedule_kind, make_schedule
 from disttrain.plan.job import Choice, Job
 from disttrain.plan.model.sizes import LlamaSizes
 
@@ -101,7 +101,7 @@ def num_stages_of(choice: Choice) -> int:
 
 @cache
 def _stages_per_rank(schedule: str) -> int:
-    return find_recipe(schedule).stages_per_rank
+    return find_schedule_kind(schedule).stages_per_rank
 
 
 def parts_of(job: Job, choice: Choice) -> tuple[StageParts, ...]:

@@ -16,7 +16,7 @@ from disttrain.plan.model.sizes import LlamaSizes
 from disttrain.plan.time.links import link_of
 
 Form = tuple[bool, ...]
-"""Which parameters are in their places as they are gathered."""
+"""The parameters that are gathered directly into their places."""
 
 
 @dataclass(frozen=True)

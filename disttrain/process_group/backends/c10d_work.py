@@ -20,7 +20,7 @@ Finish = Callable[[], Sequence[torch.Tensor]]
 
 
 _UNKNOWN_AFTER_S: Final = 0.4
-"""How long after the moment the ranks may take to find out what does not fit in what they have called."""
+"""The time that ranks may take after a failure to find out which of their calls do not fit."""
 _TOO_LARGE: Final = "a message came that is larger than what this rank waits for"
 
 

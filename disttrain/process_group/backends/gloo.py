@@ -39,7 +39,7 @@ _INTEGERS = frozenset({torch.int8, torch.int32, torch.int64, torch.uint8})
 
 class GlooBackend(C10dBackend):
     _num_failures = 0
-    """How many of Gloo's threads had failed when this one's transport was made."""
+    """The number of Gloo's threads that had failed when this transport was made."""
     _spans_hosts = False
     devices = ("cpu",)
     natives = Natives(

@@ -63,7 +63,7 @@ def reduces_directly(tensor: torch.Tensor, num_ranks: int) -> bool:
 
 
 Parts = torch.Tensor | Sequence[torch.Tensor]
-"""What each rank is sent: rows of (ranks, elements), or flat tensors of one dtype, not all of one size."""
+"""The data for each rank: rows of (ranks, elements), or flat tensors of one dtype and different sizes."""
 Start = Callable[[torch.Tensor, torch.Tensor, Sequence[int], Sequence[int]], TransportWork]
 """Begins an all-to-all of flat tensors: received, sent, the sizes of the parts of each, empty where all are alike."""
 

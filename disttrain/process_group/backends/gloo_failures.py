@@ -16,9 +16,9 @@ import threading
 from typing import Any, Final
 
 _GRACE_S: Final = 2.0
-"""How long somebody may take to acknowledge a failure."""
+"""The time that a rank may take to acknowledge a failure."""
 _NAME_AT: Final = ctypes.sizeof(ctypes.c_void_p)
-"""Where the name of a type lies in its std::type_info, behind the table of virtual functions."""
+"""The offset of a type's name in its std::type_info, behind the pointer to the table of virtual functions."""
 _Handler: Final = ctypes.CFUNCTYPE(None)
 
 

@@ -1,4 +1,4 @@
-"""A tensor whose values a collective still brings: whatever reads it waits for them first."""
+"""A tensor that a collective is still filling: whatever reads it waits first."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class AsyncCollectiveTensor(torch.Tensor):
         return ["settled_inner"], None
 
     def _stable_hash_for_caching(self) -> str:
-        # torch's name for what else a compiled function depends on: nothing, the inner tensor says it all.
+        # torch's name for the other facts that a compiled function depends on: none beside the inner tensor.
         return type(self).__name__
 
     @staticmethod

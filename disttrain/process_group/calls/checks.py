@@ -109,7 +109,7 @@ def check_list(
         )
     check_contiguous(operation, group, "this rank's tensor", like)
     num = len(tensors)
-    # In three passes, each of them one loop in C.
+    # In three passes, each of which is one loop in C.
     if (
         [*map(_dtype_of, tensors)].count(like.dtype) < num
         or (not all(map(_is_cpu, tensors)) if like.is_cpu else [*map(_device_of, tensors)].count(like.device) < num)

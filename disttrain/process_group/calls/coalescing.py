@@ -19,7 +19,7 @@ from disttrain.process_group.work import Work
 class Coalesced:
     """The result of `coalescing_manager`: `works`, one per operation, once the block has ended."""
 
-    # Not a generator: that takes longer than what goes on in the block.
+    # Not a generator, which would take longer than the block.
 
     def __init__(self, group: ProcessGroup, backend: Backend, *, async_ops: bool) -> None:
         self.works: list[Work] = []

@@ -212,5 +212,5 @@ def barrier(
 _all_gather_base = all_gather_into_tensor
 _reduce_scatter_base = reduce_scatter_tensor
 
-# Beside a graph they run as they are.
+# Outside of graphs they run as they are.
 keep_dynamo_out(all_reduce, broadcast, all_gather_into_tensor, reduce_scatter_tensor)

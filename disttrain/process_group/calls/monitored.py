@@ -1,4 +1,4 @@
-"""A barrier that knows who is absent: ranks sign a list in the store, and the first to lose patience reads it out."""
+"""A barrier that names absent ranks: ranks sign a list in the store, and the first whose timeout ends reads it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _sign_and_wait(group: ProcessGroup, timeout_s: float, names_all: bool) -> Co
             rank=group.world.rank,
             where=f"group {group.group_name}, ranks {group.ranks_text()}, sequence {group.sequence}",
         )
-    # The ranks that came leave nothing behind; after a failure, the verdict waits for those that come late.
+    # The ranks that came remove their keys; after a failure, the verdict stays for late ranks.
     store.delete_key(f"rank/{group.world.rank}")
     if store.add("num_gone", 1) == group.group_size:
         for key in ("num_ranks", "num_gone", "absent"):

@@ -34,7 +34,7 @@ def isend(
     """
     group = resolve_group("send", group)
     try:
-        # What `_peer` does, but for a call's time.
+        # The same as `_peer`, without the time of a call.
         peer = group.group_ranks.get(dst) if dst is not None and group_dst is None else None
         if peer is None or peer == group.group_rank or not tensor.is_contiguous():
             peer = _peer("send", group, tensor, dst, group_dst, "dst")

@@ -43,7 +43,7 @@ class RendezvousInfo:
     under_torchrun: bool = False
     """True when `host` and `port` are those of torchrun's store, which tells where ours is."""
     standby: Address | None = None
-    """Where the store is if it is not at `host` any more."""
+    """The address of the store if it is no longer at `host`."""
     round: int = 0
     """The number of this start of the job among those that a launcher made in one store."""
 

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from disttrain.process_group.interfaces import GroupLike, WorldLike
 
 ANSWER_S: Final = 2.0
-"""How long the others may take to answer."""
+"""The time that the others may take to answer."""
 _FIRST_ASKED_AFTER_S: Final = 0.5
 _MAX_REASON_CHARS: Final = 2000
 
 Answer = dict[str, Any]
-"""What a rank says: `come_to`, the number and name of its last collective in the group; `call`, what it has called as
-the one that is asked about, by `fields` and as `text`; `place`, where its main thread is."""
+"""The message of a rank: `come_to`, the number and name of its last collective in the group; `call`, what it has called
+as the one that is asked about, by `fields` and as `text`; `place`, where its main thread is."""
 
 
 class _Wait:
@@ -39,7 +39,7 @@ class _Wait:
         self.sequence = sequence
         self.began_s = began_s
         self.key = ""
-        """Where it has left what it calls, if it was the first."""
+        """The key of its own call, if it was the first."""
 
 
 class Comparing:

@@ -35,7 +35,7 @@ _LAYERS: Final = (
     ("disttrain.checkpoint.", "checkpoint"),
 )
 _BEGINNINGS: Final = ("torch.nn.modules.", "torch.autograd.graph")
-"""Where a module, or a backward, begins: whoever called it did not ask for what is done in it."""
+"""Functions in which a module, or a backward, begins: their callers did not ask for the collectives within."""
 
 
 @dataclass

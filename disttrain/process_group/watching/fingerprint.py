@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 Fields = dict[str, Any]
 
 _ALIKE_OUTPUTS = frozenset({"all_gather", "scatter"})
-"""Where the outputs are alike on all ranks, and not the inputs."""
+"""Operations whose outputs are alike on all ranks, and whose inputs are not."""
 _PAIRWISE = frozenset({"all_to_all", "all_to_all_single"})
-"""Where a rank's sizes are the others' sizes for that rank."""
+"""Operations in which a rank's sizes are the others' sizes for that rank."""
 
 
 def fields_of(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from disttrain.process_group.watching.observer import Call, ObservedWorld
 
 _MOMENT_S = 0.25
-"""How long a rank that has refused may take to call the collective as it should be."""
+"""The time that a rank which has refused may take to call the collective correctly."""
 
 _MAX_REASON_CHARS = 1000
 

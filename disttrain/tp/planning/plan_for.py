@@ -25,7 +25,7 @@ from disttrain.tp.styles import ColwiseParallel, RowwiseParallel
 
 _NORMS = ("RMSNorm", "LayerNorm")
 _OUTPUTS = re.compile(r"(^|_)(o|out|output|proj|dense|wo)(_|$)")
-"""What the last layer of an attention is called, where the sizes don't say which one it is."""
+"""Names of the last layer of an attention, for when the sizes don't say which one it is."""
 
 
 def plan_for(

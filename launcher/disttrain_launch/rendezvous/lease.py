@@ -21,7 +21,7 @@ LEADER: Final = "leader"
 STANDBY: Final = "standby"
 FORMED: Final = "formed"
 _CHECKS: Final = 4
-"""How often the leader looks whether it still is, in the time after which another may take its place."""
+"""The number of times that the leader checks its lease, within the time after which another may take its place."""
 
 
 class SupersededError(StoreError):

@@ -98,7 +98,7 @@ class Done:
 
     outcome: Outcome
     note: str = ""
-    """What else there is to say about how it came to this."""
+    """Further remarks on the cause."""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ from disttrain_launch.workers.outcome import Lost
 ROOM = "launch"
 REPORTS = "reports"
 SAY_EVERY_S = 3.0
-"""How often a waiting node says for whom."""
+"""The interval at which a waiting node says for whom it waits."""
 _TELL_EVERY_S = 1.0
 """How often node 0 tells it: who says so for the first time finds it told, and what it finds is new."""
 MIN_ATTEMPT_S = 0.5
@@ -132,7 +132,7 @@ class Leader:
         self._begun = begun
         self._num_said = 0
         self.job = chronicle.state(machine.phase, machine.awaited)
-        """How the job stands, for any thread."""
+        """The state of the job, for any thread."""
         self._pulse = Pulse(machine.terms.keep_alive_s)
         self._said_s = self._looked_s = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="rendezvous", daemon=True)

@@ -15,7 +15,7 @@ from disttrain_launch.workers.outcome import Changed, Lost, Outcome
 from disttrain_launch.workers.signals import SignalPipe
 
 LEADER_SILENT_S = 30.0
-"""How long a node that waits bears with a node 0 that says nothing at all."""
+"""The time after which a waiting node gives up a silent node 0."""
 
 
 def take_part(spec: JobSpec, agent: Agent, link: JobLink, signals: SignalPipe, say: Say) -> Done:

@@ -25,7 +25,7 @@ class Node:
     node_rank: int | None = None
     """The number that it was given, if any."""
     num_nodes: str = ""
-    """How many it was told the job has: `4`, or `2:4`."""
+    """The number of nodes that it was told: `4`, or `2:4`."""
     num_local_workers: int = 0
     version: str = ""
     run_id: str = ""
@@ -33,7 +33,7 @@ class Node:
     """Of script and arguments; empty where nodes may differ in them."""
     host: str = ""
     keep_alive: str = ""
-    """How often it beats, and how many beats may be missed."""
+    """The interval of its heartbeats, and the number that may be missed."""
     stop_s: float = 60.0
     """The longest that it takes to stop its workers, as it was told."""
 
@@ -49,9 +49,9 @@ class Terms:
     max_nodes: int
     max_restarts: int = 0
     join_timeout_s: float = 300.0
-    """How long too few nodes wait for more."""
+    """The time that too few nodes wait for more."""
     last_call_s: float = 30.0
-    """How long enough nodes wait for more."""
+    """The time that enough nodes wait for more."""
     keep_alive_s: float = 8.0
     """A node whose beat stands still for so long is lost."""
     max_quick_failures: int = 3

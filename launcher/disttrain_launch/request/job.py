@@ -10,10 +10,10 @@ from pathlib import Path
 from disttrain_launch.rendezvous.rounds import Terms
 
 OPERATION = "disttrain-launch"
-"""How every message of the launcher begins."""
+"""The beginning of every message of the launcher."""
 
 STOP_SLACK_S = 20.0
-"""What stopping workers takes beyond their own time: dumps, the kernel, and the word about it."""
+"""The time that stopping workers takes beyond their own: for dumps, the kernel, and the message about it."""
 UNNAMED = "none"
 """Name of a job of several nodes that was given none."""
 
@@ -66,7 +66,7 @@ class LogPlan:
     folds: bool = True
     """Whether equal lines of several ranks are shown as one."""
     event_file: Path | None = None
-    """Where node 0 writes what happens, as JSON."""
+    """The file to which node 0 writes events, as JSON."""
     is_quiet: bool = False
     """The launcher itself says only why the job failed."""
 
@@ -102,7 +102,7 @@ class JobSpec:
     num_threads: int = 1
     """Of each of several workers' CPU operators, unless the user has said."""
     numa_binding: str = "auto"
-    """Where workers run: a `Way`, none or auto."""
+    """The cores on which workers run: a `Way`, none or auto."""
     token_file: Path | None = None
     """None: one node makes its own; several meet without one, on loopback only. `-`: it comes on standard input."""
     logs: LogPlan = LogPlan()
@@ -111,11 +111,11 @@ class JobSpec:
     shutdown_timeout_s: float = 30.0
     """From a signal that the launcher was sent to SIGKILL: workers may want to save."""
     join_timeout_s: float = 300.0
-    """How long too few nodes wait for more."""
+    """The time that too few nodes wait for more."""
     last_call_s: float = 30.0
-    """How long enough nodes wait for more."""
+    """The time that enough nodes wait for more."""
     close_s: float = 3.0
-    """How long node 0 waits at the end until all others have heard of it."""
+    """The time that node 0 waits at the end until all others have heard of it."""
     beat_s: float = 1.0
     max_missed_beats: int = 8
     """A node that is silent for so many beats is lost."""

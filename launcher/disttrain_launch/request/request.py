@@ -293,7 +293,7 @@ _WAITS = {
 
 
 _OF_TORCHS_STORE = {"read_timeout", "store_type", "use_libuv"}
-"""What torchrun's own store is told, and ours has no use for."""
+"""Settings of torchrun's own store, which ours does not use."""
 
 
 def _waits(args: argparse.Namespace) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from disttrain_launch.workers.signals import SignalPipe
 from disttrain_launch.workers.supervision import STOP_SIGNALS
 
 AGREE_S = 20.0
-"""How long launchers may take to end by themselves once one has ended."""
+"""The time that launchers may take to end by themselves once one has ended."""
 _UNREACHED = 255
 """ssh's own exit code."""
 

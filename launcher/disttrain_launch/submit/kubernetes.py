@@ -18,7 +18,7 @@ from disttrain.errors import LaunchError
 from disttrain_launch.submit.request import Submission
 
 _END_S = 15
-"""How long a launcher may take to end beyond the time that it gives its workers."""
+"""The time that a launcher may take to end beyond that of its workers."""
 MAX_NAME = 63
 """Characters of a pod's host name, by RFC 1123."""
 _TOKEN_FOLDER = "/run/disttrain"

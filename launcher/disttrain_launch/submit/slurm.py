@@ -16,7 +16,7 @@ from disttrain_launch.submit.request import Submission, one_line
 
 _PLAIN = re.compile(r"[\w.,:/@%+=-]+", re.ASCII)
 _WAIT_S = 60
-"""How long srun waits for the other launchers once one has ended; they end together, unless one was lost."""
+"""The time that srun waits for the other launchers once one has ended; they end together, unless one was lost."""
 
 _ABOUT_TOKEN = """\
 # The job's token goes to every launcher through srun's standard input: it is no argument, no variable, no shared file.

@@ -30,9 +30,9 @@ from disttrain.dtensor.spec.shard_sizes import num_blocks
 from disttrain.process_group import World, entered_world
 from disttrain.store import HashStore
 from disttrain.testing import run_threads
-from tests.dtensor_rules.calls import AtenCall
-from tests.dtensor_rules.parts import NoParts, parts_of, whole_of
-from tests.dtensor_rules.signatures import offered, planned
+from tests.dtensor_ops.rules.calls import AtenCall
+from tests.dtensor_ops.rules.parts import NoParts, parts_of, whole_of
+from tests.dtensor_ops.rules.signatures import offered, planned
 
 NUMS_RANKS = (2, 5)
 """Where parts must be of one size, the first that divides; most samples of torch are of size 5 or 10."""

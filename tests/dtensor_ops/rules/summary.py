@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -14,10 +12,10 @@ from torch.testing._internal.opinfo.core import OpInfo
 
 from disttrain.dtensor.rules import Signature
 from disttrain.errors import LayoutError
-from tests.dtensor_ops.infos import all_infos
-from tests.dtensor_rules.calls import aten_calls_of
-from tests.dtensor_rules.judge import NUMS_RANKS, judge
-from tests.dtensor_rules.missed import missed
+from tests.dtensor_ops.infos import title
+from tests.dtensor_ops.rules.calls import MAX_CALLS, aten_calls_of
+from tests.dtensor_ops.rules.judge import NUMS_RANKS, judge
+from tests.dtensor_ops.rules.missed import missed
 
 
 @dataclass
@@ -65,25 +63,25 @@ _SEEN: Counter[str] = Counter()
 """The calls that this worker has judged: most operators are met by many OpInfos."""
 
 
-def work(task: tuple[int, int]) -> Summary:
-    """In a worker: judge the OpInfo that the task names, and try as many other signatures as it says."""
-    place, num_tried = task
-    return judged(all_infos()[place], num_tried, _SEEN)
-
-
-def start_worker() -> None:
-    """Make this process able to judge."""
-    torch.set_num_threads(1)
-    # Ranks wait for each other all the time; whoever can go on should.
-    sys.setswitchinterval(0.0005)
-    warnings.simplefilter("ignore")
+def start() -> None:
+    """Makes this process able to judge: torch's validator wants a process group."""
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=max(NUMS_RANKS))
 
 
-def judged(info: OpInfo, num_tried: int, seen: Counter[str]) -> Summary:
+def judge_new(info: OpInfo, num_tried: int) -> Summary:
+    """Judges the calls of the OpInfo that this worker has not met."""
+    return judged(info, num_tried, _SEEN)
+
+
+def hanging(info: OpInfo, text: str) -> Summary:
+    """The summary of an operator whose judge did not come back."""
+    return Summary(wrong=[f"{title(info)}: {text}"])
+
+
+def judged(info: OpInfo, num_tried: int, seen: Counter[str], max_calls: int = MAX_CALLS) -> Summary:
     """Judge the calls of the OpInfo, but for those `seen`; try `num_tried` signatures more."""
     summary = Summary()
-    for call in aten_calls_of(info, seen):
+    for call in aten_calls_of(info, seen, max_calls):
         try:
             verdicts = judge(call)
         except LayoutError:

@@ -14,7 +14,7 @@ from disttrain.dtensor.dispatch.call_plan import replaced
 from disttrain.dtensor.dispatch.global_outputs import global_outputs
 from disttrain.dtensor.rules import OpCall, Propagation, Rule, Signature, find_rule
 from disttrain.dtensor.spec.placement import NormPartial
-from tests.dtensor_rules.calls import AtenCall
+from tests.dtensor_ops.rules.calls import AtenCall
 
 PARTIALS = (*map(Partial, ("sum", "avg", "min", "max", "product")), NormPartial())
 

@@ -76,10 +76,10 @@ def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def aten_calls_of(info: OpInfo, seen: Counter[str]) -> Iterator[AtenCall]:
+def aten_calls_of(info: OpInfo, seen: Counter[str], max_calls: int = MAX_CALLS) -> Iterator[AtenCall]:
     """The calls that running the OpInfo's samples, and their gradients, comes down to, but for those `seen`.
 
-    Of one operator there are MAX_CALLS at most: what all gradients come down to need not be judged with all of them.
+    Of one operator there are `max_calls` at most: what all gradients come down to need not be judged with all of them.
     """
     for call in calls_of(info):
         if call.kind == "out=":
@@ -95,7 +95,7 @@ def aten_calls_of(info: OpInfo, seen: Counter[str]) -> Iterator[AtenCall]:
             except Exception:  # noqa: BLE001 -- whatever torch refuses is no case
                 continue
         for found in captured.calls:
-            if not seen[str(found)] and seen[str(found.op)] < MAX_CALLS and _can_be_judged(found):
+            if not seen[str(found)] and seen[str(found.op)] < max_calls and _can_be_judged(found):
                 seen.update([str(found), str(found.op)])
                 yield found
 

@@ -10,8 +10,8 @@ import torch
 from torch.distributed.tensor._ops import strategy_validation as validator
 
 from disttrain.dtensor.rules import Signature
-from tests.dtensor_rules.calls import AtenCall
-from tests.dtensor_rules.judge import NUMS_RANKS, as_torchs, valid_by_torch
+from tests.dtensor_ops.rules.calls import AtenCall
+from tests.dtensor_ops.rules.judge import NUMS_RANKS, as_torchs, valid_by_torch
 
 
 def missed(call: AtenCall, signatures: Sequence[Signature], num_tried: int) -> tuple[int, list[validator.ComboKey]]:
