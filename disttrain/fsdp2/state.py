@@ -285,6 +285,9 @@ class ShardState:
 
     def _watch_output(self, tensor: torch.Tensor, gathered: Sequence[object]) -> torch.Tensor:
         if tensor.requires_grad:
+            # A leaf, such as an input or a parameter that is not sharded, would keep its hooks, and call those of this
+            # forward in every later backward.
+            tensor = tensor.view_as(tensor) if tensor.is_leaf else tensor
             tensor.register_hook(partial(self._pre_backward, gathered))
         return tensor
 

@@ -98,3 +98,49 @@ def test_what_is_kept_from_the_forward_is_as_it_was(reshard: bool | int) -> None
             assert torch.equal(grad, parameter.grad.full_tensor())
 
     run_threads(2, main)
+
+
+class Tempered(nn.Module):
+    """Returns a leaf besides: a parameter that is not sharded, or its input."""
+
+    def __init__(self, *, returns_input: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.temperature = nn.Parameter(torch.tensor(2.0))
+        self.returns_input = returns_input
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.linear(x) * self.temperature, x if self.returns_input else self.temperature
+
+
+@pytest.mark.parametrize("returns_input", [False, True])
+@pytest.mark.parametrize("world", [1, 2])
+def test_leaves_that_a_forward_returns_are_not_watched_in_later_backwards(world: int, returns_input: bool) -> None:
+    def train(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for _ in range(3):
+            output, leaf = model(x)
+            loss = (output * (1 + leaf.mean())).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return losses
+
+    def model_and_input() -> tuple[nn.Module, torch.Tensor]:
+        torch.manual_seed(0)
+        model = Tempered(returns_input=returns_input).double()
+        return model, torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
+
+    expected = train(*model_and_input())
+
+    def main() -> None:
+        model, x = model_and_input()
+        torch.testing.assert_close(
+            train(fully_shard(model, ignored_params={model.temperature}), x), expected, rtol=1e-12, atol=0
+        )
+        assert not x._backward_hooks
+        assert not model.temperature._backward_hooks
+
+    run_threads(world, main)
