@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ def with_true_strides(call: OpCall, results: Any) -> OpCall | None:
     tensors = results if isinstance(results, tuple) else (results,)
     of_zeros = cache(lambda: _results_for_zeros(call))
     outputs = [
-        _as_it_is(output, tensor, lambda index=index: of_zeros()[index]) if written is None else output
+        _as_it_is(output, tensor, partial(_at, index, of_zeros)) if written is None else output
         for index, (output, tensor, written) in enumerate(zip(call.outputs, tensors, call.facts.returned, strict=True))
     ]
     if all(new is old for new, old in zip(outputs, call.outputs, strict=True)):
@@ -106,6 +106,10 @@ def _results_for_zeros(call: OpCall) -> Sequence[torch.Tensor]:
     except Exception:  # noqa: BLE001  some operators refuse zeros, each with an error of its own
         return call.outputs
     return given if isinstance(given, tuple) else (given,)
+
+
+def _at(index: int, results: Callable[[], Sequence[torch.Tensor]]) -> torch.Tensor:
+    return results()[index]
 
 
 def _extent(tensor: torch.Tensor) -> int:
