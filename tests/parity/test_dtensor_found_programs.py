@@ -51,6 +51,16 @@ def a_batch_norm_of_16_bits_with_fewer_channels_than_ranks(leaf: Any, redistribu
     return [output, gradient(output, [weight], False)]
 
 
+def a_write_to_what_lies_on_one_rank_and_is_viewed(leaf: Any, redistribute: Any) -> list[Any]:
+    results = []
+    for dim in (1, 2):
+        value = leaf(Leaf((1, 2, 1), torch.float64, dim), (Shard(dim),))
+        whole = redistribute(value, (Replicate(),))
+        view = whole.view_as(value)
+        results += [value, whole, view, whole.mul_(view)]
+    return results
+
+
 def a_gradient_that_one_of_a_list_has(leaf: Any, redistribute: Any) -> list[Any]:
     first = leaf(Leaf((2, 1), torch.float64, 1, requires_grad=True), (Shard(0),))
     other = leaf(Leaf((3,), torch.float64, 2, requires_grad=True), (Shard(0),))
@@ -111,6 +121,7 @@ FOUND: dict[WrittenProgram, tuple[int, ...]] = {
     a_sum_of_one_element_over_no_dims: (2,),
     norms_of_inputs_without_gradients: (2,),
     a_batch_norm_of_16_bits_with_fewer_channels_than_ranks: (2,),
+    a_write_to_what_lies_on_one_rank_and_is_viewed: (1,),
     a_gradient_that_one_of_a_list_has: (2,),
     vectors_put_side_by_side_that_are_cut_and_partial: (2, 2),
     gradients_of_what_is_flat_in_place: (2,),

@@ -106,7 +106,7 @@ def _all_gather(local: torch.Tensor, dim: int, size: int, mesh: DeviceMesh, axes
     num_pieces = math.prod(mesh.shape[axis] for axis in axes)
     padded = _padded(local, dim, piece_size(size, num_pieces))
     gathered = all_gather(padded, mesh.group_along(axes))
-    return gathered.narrow(0, 0, size).transpose(0, dim).contiguous()
+    return _moved_back(gathered.narrow(0, 0, size), dim)
 
 
 def _all_to_all(local: torch.Tensor, source_dim: int, dim: int, size: int, mesh: DeviceMesh, axis: int) -> torch.Tensor:
@@ -135,7 +135,17 @@ def _reduce_scatter(local: torch.Tensor, dim: int, partial: Partial, mesh: Devic
 
     scattered = _averaged(local, num_pieces, reduced) if _is_average_of_floats(local, partial) else reduced(local)
     own_size, _ = piece(size, num_pieces, mesh.get_local_rank(axis))
-    return scattered.narrow(0, 0, own_size).transpose(0, dim).contiguous()
+    return _moved_back(scattered.narrow(0, 0, own_size), dim)
+
+
+def _moved_back(values: torch.Tensor, dim: int) -> torch.Tensor:
+    """Contiguous values with what is in front as `dim`."""
+    moved = values.transpose(0, dim)
+    if not dim or not moved.is_contiguous():
+        return moved.contiguous()
+    # Dims of one element have changed places, with strides that views of the same memory would not have: torch takes
+    # such views for overlapping ones.
+    return moved.view(-1).view(moved.shape)
 
 
 def _padded(local: torch.Tensor, dim: int, size: int) -> torch.Tensor:
