@@ -56,6 +56,8 @@ class Way:
     """More of fully_shard's arguments."""
     has_averages: bool = True
     """AdamW's; without them it is SGD that steps."""
+    is_capturable: bool = False
+    """Of torch's optimizer: a CUDA graph may hold its step."""
 
 
 WAYS = {
@@ -102,20 +104,26 @@ class Case:
             if parallelism != "tp":
                 model.round_in_step(self.optimizer)
         else:
-            kind = torch.optim.AdamW if way.has_averages else torch.optim.SGD
-            self.optimizer = kind(model.parameters(), lr=learning_rate, fused=True)
+            kind: Any = torch.optim.AdamW if way.has_averages else torch.optim.SGD
+            options = {"capturable": True} if way.is_capturable else {}
+            self.optimizer = kind(model.parameters(), lr=learning_rate, fused=True, **options)
 
     def step(self, tokens: Tensor, targets: Tensor) -> tuple[float, Tensor]:
         """Seconds of a training step on this rank, from a common start, and the loss."""
         synchronize()
         disttrain.barrier()
         begin = time.perf_counter()
+        loss = self.whole_step(tokens, targets)
+        synchronize()
+        return time.perf_counter() - begin, loss
+
+    def whole_step(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """A training step, which waits for nothing; returns the loss."""
         with _attention(self.way):
             loss = self._loss_and_backward(tokens, targets)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        synchronize()
-        return time.perf_counter() - begin, loss.detach()
+        return loss.detach()
 
     def _loss_and_backward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         model, way = self.model, self.way

@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import Any
+
 import torch
 from torch import nn
-from torch.utils import _python_dispatch, checkpoint
+from torch.utils import _python_dispatch, _pytree, checkpoint
 
 _POLICY_MODES = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
+
+
+without_overrides: Any = torch._C.DisableTorchFunctionSubclass
+"""Within it torch does not look for a subclass's `__torch_function__`, so reading an attribute takes half the time."""
+
+tree_flatten: Any = _pytree.tree_flatten
+tree_leaves: Any = _pytree.tree_leaves
+tree_unflatten: Any = _pytree.tree_unflatten
+
+
+def registers_of(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    """What a module has by name: children, parameters, buffers."""
+    return module._modules, module._parameters, module._buffers
+
+
+def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """The hooks of a module's calls."""
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The number of writes to each that torch has seen."""
+    with without_overrides():
+        return [tensor._version for tensor in tensors]
 
 
 def is_under_policy() -> bool:
@@ -19,3 +46,8 @@ def is_under_policy() -> bool:
 def is_compiled(module: nn.Module) -> bool:
     """True if `module.compile()` or `torch.compile(module)` has made it what it is."""
     return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+
+
+def count_writes(tensors: Iterable[torch.Tensor]) -> None:
+    """Count a write to each, where torch did not see it."""
+    torch.autograd.graph.increment_version(tensors)

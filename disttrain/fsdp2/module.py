@@ -202,6 +202,15 @@ class FSDPModule:
         groups = [group for state in _states(self, recurse=True) for group in state.groups]
         optimizer.write_copies(CastCopies([group for group in groups if type(group) is ParamGroup]))
 
+    def obstacle_to_capture(self) -> str:
+        """Why a CUDA graph of a step can't begin or end here, a whole sentence; empty where it can."""
+        groups = [group for state in _states(self, recurse=False) for group in state.groups]
+        if any(group.has_unreduced or any(param.has_grad for param in group.params) for group in groups):
+            return (
+                f"{type(self).__name__} has gradients that are not reduced yet, which the next replay would not add to."
+            )
+        return ""
+
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of the gradients by `factor` in place of the number of ranks."""
         for group in _state(self).groups:

@@ -43,3 +43,8 @@ class CastCopies:
             if flat is not None and all(part in written_params or not part._local_tensor.numel() for part in parts):
                 group.cast_shards = CastShards(values, flat, flat_versions(group.params, flat))
         self._begun = []
+
+    def forget(self) -> None:
+        """Have the next gathers cast shards themselves."""
+        for group in self._groups:
+            group.cast_shards = None

@@ -7,7 +7,7 @@ and rounding to a copy add no pass over memory here, and states in bf16 save 8 b
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, Final, Protocol
 
@@ -20,8 +20,10 @@ from disttrain.errors import BackendError, ShapeError
 from disttrain.kernels._torch import version_of
 from disttrain.kernels.choice import choose, wide_dtype
 from disttrain.kernels.optimizers import reference as optimizer_reference
-from disttrain.kernels.optimizers.rules import Piece, Rule
+from disttrain.kernels.optimizers.recorded import Launch, RecordedStep
+from disttrain.kernels.optimizers.rules import ROW, Piece, Rule
 from disttrain.kernels.optimizers.total_norm import total_norm
+from disttrain.kernels.recording import Recording, current_recording
 
 _HALVES: Final = (torch.bfloat16, torch.float16)
 _STATE_DTYPES: Final = (None, torch.float32, torch.float64, torch.bfloat16)
@@ -37,6 +39,9 @@ class Copies(Protocol):
 
     def end(self, written: Iterable[torch.Tensor]) -> None:
         """The step is over, and has written these parameters and their copies."""
+
+    def forget(self) -> None:
+        """Have the copies that there are not used any more."""
 
 
 class FusedOptimizer(Optimizer):
@@ -76,10 +81,10 @@ class FusedOptimizer(Optimizer):
 
         Args: grad_scale  a number on the parameters' device, such as 1 / loss scale, by which gradients are multiplied
                           before all else.
-        Raises: BackendError while a CUDA graph is captured, before anything has been changed.
+        Raises: BackendError while a CUDA graph is captured by others than `capture_step`, before anything was changed.
         Collective with max_norm and DTensors: all ranks of their meshes.
         """
-        self._refuse_capture()
+        recording = self._recording()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -87,45 +92,89 @@ class FusedOptimizer(Optimizer):
         scale = self._scale(grad_scale)
         number = count()
         copy_of: dict[Any, torch.Tensor] = {}
-        for copies in self._copies:
+        # A graph would read the copies of the step before it where they lay when it was recorded.
+        for copies in self._copies if recording is None else ():
             copy_of |= copies.begin()
         updated: list[torch.Tensor] = []
+        launches: list[Launch] = []
         for group in self.param_groups:
             self._check_options(group)
-            by_step: defaultdict[Any, list[Piece]] = defaultdict(list)
-            for parameter, index in zip(group["params"], number, strict=False):
-                if parameter.grad is None:
-                    continue
-                state = self._state_of(parameter, group)
-                state["step"] += 1
-                piece = _piece(parameter, state, self._names(group), index, copy_of.get(parameter))
-                updated.append(parameter)
-                if piece.parameter.numel():
-                    by_step[int(state["step"].item()), piece.parameter.device, piece.kind].append(piece)
-            for (step, _, _), pieces in by_step.items():
-                _update(type(self).__name__, pieces, self._rule(group, step), scale)
-            # Neither a kernel's writes nor those to a DTensor's part are seen by autograd, or by views across a cut.
-            written = [parameter for parameter in group["params"] if parameter.grad is not None]
-            values = [value for parameter in written for value in self.state[parameter].values()]
-            count_writes([*written, *(value for value in values if isinstance(value, DTensor))])
-            for parameter in group["params"]:
-                if "master" in self.state.get(parameter, ()):
-                    self._written[parameter] = version_of(parameter, _local(parameter))
-        for copies in self._copies:
+            for launch, pieces in self._launches(group, number, copy_of, recording):
+                launches.append(launch)
+                updated += launch.parameters
+                if pieces:
+                    _update(type(self).__name__, pieces, launch, scale)
+            self.end_step(group, [parameter for parameter in group["params"] if parameter.grad is not None])
+        if recording is not None:
+            recording.add(RecordedStep(self, launches))
+        for copies in self._copies if recording is None else ():
             copies.end(updated)
         return loss
+
+    def _launches(
+        self,
+        group: dict[str, Any],
+        number: Iterator[int],
+        copy_of: Mapping[Any, torch.Tensor],
+        recording: Recording | None,
+    ) -> list[tuple[Launch, list[Piece]]]:
+        """The group's launches, whose steps are counted hereby. `number` gives each parameter of all groups another."""
+        at_step: defaultdict[Any, list[torch.Tensor]] = defaultdict(list)
+        pieces: defaultdict[Any, list[Piece]] = defaultdict(list)
+        for parameter, index in zip(group["params"], number, strict=False):
+            if parameter.grad is None:
+                continue
+            if recording is not None:
+                self._check_is_complete(parameter, group)
+            state = self.begin_step(parameter, group)
+            state["step"] += 1
+            piece = _piece(parameter, state, self._names(group), index, copy_of.get(parameter))
+            key = int(state["step"].item()), piece.parameter.device, piece.kind
+            at_step[key].append(parameter)
+            if piece.parameter.numel():
+                pieces[key].append(piece)
+        launches = []
+        for key, parameters in at_step.items():
+            numbers = None if recording is None else recording.take(ROW)
+            launches.append((Launch(group, parameters, self.rule(group, key[0]), numbers), pieces[key]))
+        return launches
+
+    def end_step(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> None:
+        """Count the writes of a step to these parameters of `group`, and to their states."""
+        # Neither a kernel's writes nor those to a DTensor's part are seen by autograd, or by views across a cut.
+        values = [value for parameter in parameters for value in self.state[parameter].values()]
+        count_writes([*parameters, *(value for value in values if isinstance(value, DTensor))])
+        for parameter in group["params"]:
+            if "master" in self.state.get(parameter, ()):
+                self._written[parameter] = version_of(parameter, _local(parameter))
 
     def write_copies(self, copies: Copies) -> None:
         """Write parameters once more in each step, where `copies` say."""
         self._copies.append(copies)
 
-    def _refuse_capture(self) -> None:
-        """Raises while a graph is captured: what the host puts into a launch (step count, rates, seeds, addresses)
-        would be the same in all replays."""
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    def forget_copies(self) -> None:
+        """Have the copies of the last step not used: they lie elsewhere after each."""
+        for copies in self._copies:
+            copies.forget()
+
+    def _recording(self) -> Recording | None:
+        """The recording that this step is part of. Raises where others capture a graph: what the host puts into a
+        launch (step count, rates, seeds) would be the same in all replays."""
+        if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+            return None
+        recording = current_recording()
+        if recording is None:
             problem = "a CUDA graph is being captured, and each replay would repeat this step's count, rates and seeds."
-            remedy = "Capture forward and backward, and step outside; or take torch's optimizers with capturable=True."
+            remedy = "Take disttrain.compiling.capture_step, or step outside of the graph."
             raise BackendError(f"{type(self).__name__}.step", problem, remedy)
+        return recording
+
+    def _check_is_complete(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        """What a recorded step made, each replay would make again."""
+        state = self.state.get(parameter, {})
+        if any(state.get(name) is None for name in ("step", *self._names(group))):
+            problem = f"a parameter of shape {tuple(parameter.shape)} has no state yet, which a graph would make anew."
+            raise BackendError(f"{type(self).__name__}.step", problem, "Take a step as it is before: see num_warmups.")
 
     def _check_options(self, group: dict[str, Any]) -> None:
         """A loaded state may bring options of torch's optimizers that there are not here."""
@@ -137,7 +186,7 @@ class FusedOptimizer(Optimizer):
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return self.state_names
 
-    def _rule(self, group: dict[str, Any], step: int) -> Rule:
+    def rule(self, group: dict[str, Any], step: int) -> Rule:
         raise NotImplementedError
 
     def _scale(self, grad_scale: torch.Tensor | None) -> torch.Tensor | None:
@@ -150,7 +199,7 @@ class FusedOptimizer(Optimizer):
         clipped = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
         return (clipped if grad_scale is None else clipped * grad_scale).float()
 
-    def _state_of(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    def begin_step(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """The state of a parameter, completed: all at first, later what another optimizer's state has not, or new
         options ask for."""
         state: dict[str, Any] = self.state[parameter]
@@ -215,7 +264,7 @@ class AdamW(FusedOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults, state_dtype, keep_master, max_norm)
 
-    def _rule(self, group: dict[str, Any], step: int) -> Rule:
+    def rule(self, group: dict[str, Any], step: int) -> Rule:
         beta1, beta2 = group["betas"]
         corrections = 1 - beta1**step, (1 - beta2**step) ** 0.5
         return Rule(
@@ -242,7 +291,7 @@ class Lion(FusedOptimizer):
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay}
         super().__init__(params, defaults, state_dtype, keep_master, max_norm)
 
-    def _rule(self, group: dict[str, Any], step: int) -> Rule:
+    def rule(self, group: dict[str, Any], step: int) -> Rule:
         beta1, beta2 = group["betas"]
         return Rule("lion", float(group["lr"]), group["weight_decay"], beta1, beta2, step=step)
 
@@ -270,7 +319,7 @@ class SGD(FusedOptimizer):
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return self.state_names if group["momentum"] else ()
 
-    def _rule(self, group: dict[str, Any], step: int) -> Rule:
+    def rule(self, group: dict[str, Any], step: int) -> Rule:
         is_nesterov = bool(group["nesterov"])
         return Rule(
             "sgd", float(group["lr"]), group["weight_decay"], group["momentum"], is_nesterov=is_nesterov, step=step
@@ -302,14 +351,21 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _update(operation: str, pieces: Sequence[Piece], rule: Rule, scale: torch.Tensor | None) -> None:
+def _update(operation: str, pieces: Sequence[Piece], launch: Launch, scale: torch.Tensor | None) -> None:
     first = pieces[0]
     obstacle = ""
     if not all(tensor.is_contiguous() for piece in pieces for tensor in (piece.parameter, *piece.states)):
         obstacle = "a parameter is not contiguous."
     if any(dtype is torch.float64 for dtype in first.kind):
         obstacle = "its kernels don't take torch.float64."
-    choose(operation, first.parameter, obstacle, optimizer_reference, _load).update(pieces, rule, scale)
+    implementation = choose(operation, first.parameter, obstacle, optimizer_reference, _load)
+    if launch.numbers is None:
+        implementation.update(pieces, launch.rule, scale)
+    elif implementation is optimizer_reference:
+        problem = "torch's operators compute it, into which a graph would put this step's rates."
+        raise BackendError(f"{operation}.step", problem, "Step outside of what is captured, or take fp32 parameters.")
+    else:
+        implementation.update(pieces, launch.rule, scale, launch.numbers)
 
 
 def _load() -> Any:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
+
+ROW: Final = 7
+"""64-bit numbers in a row of a launch's table: of a piece six addresses and its number, and `numbers_of` its rule."""
 
 
 @dataclass(frozen=True)
@@ -65,3 +69,9 @@ class Piece(NamedTuple):
         state = self.states[0].dtype if self.states else None
         others = (None if tensor is None else tensor.dtype for tensor in (self.master, self.copy))
         return self.parameter.dtype, self.grad.dtype, state, *others
+
+
+def numbers_of(rule: Rule) -> tuple[int, ...]:
+    """The rule's numbers as the kernel reads them: the step, then seven floats of 32 bits, two in a place."""
+    floats = rule.lr, rule.weight_decay, rule.beta1, rule.beta2, rule.eps, rule.correction1, rule.correction2, 0.0
+    return rule.step, *struct.unpack("4q", struct.pack("8f", *floats)), 0, 0

@@ -1,6 +1,7 @@
 """An optimizer's step as one Triton launch over all pieces; what it computes is what `optimizers/reference.py` does.
 
-A launch finds its tensors by their addresses, in a table. A program takes a block of one of them.
+A launch finds its tensors by their addresses, in a table. A program takes a block of one of them. The rule's numbers
+lie on the device too: in the table's last row or, in a CUDA graph, where each replay finds those of its own step.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 
 from disttrain.kernels.launch_table import DTYPES, are_aligned, at, blocks_of, table_of
-from disttrain.kernels.optimizers.rules import Piece, Rule
+from disttrain.kernels.optimizers.rules import Piece, Rule, numbers_of
 
 _BLOCK: Final = 1024
 _NUM_WARPS: Final = 4
@@ -37,6 +38,13 @@ def _noise(seed, block, BLOCK: tl.constexpr):
         tl.interleave(first, second).to(tl.int32, bitcast=True),
         tl.interleave(third, fourth).to(tl.int32, bitcast=True),
     )
+
+
+@triton.jit
+def _seed(piece, step):
+    """`Piece.seed`."""
+    low = (piece * 0x9E3779B1 + step * 0x85EBCA77) & 0xFFFFFFFF
+    return (step << 32) | low
 
 
 @triton.jit
@@ -83,13 +91,7 @@ def _update(
     blocks,
     sizes,
     scale,
-    lr,
-    weight_decay,
-    beta1,
-    beta2,
-    eps,
-    correction1,
-    correction2,
+    numbers,
     KIND: tl.constexpr,
     IS_NESTEROV: tl.constexpr,
     NUM_STATES: tl.constexpr,
@@ -112,6 +114,7 @@ def _update(
     offsets = block * BLOCK + tl.arange(0, BLOCK)
     is_there = offsets < size
     row = table + tensor * 7
+    floats = (numbers + 1).to(tl.pointer_type(tl.float32))
     parameter = at(row, PARAMETER, IS_ALIGNED)
     main = parameter
     if HAS_MASTER:
@@ -131,13 +134,13 @@ def _update(
         grad,
         first,
         second,
-        lr,
-        weight_decay,
-        beta1,
-        beta2,
-        eps,
-        correction1,
-        correction2,
+        tl.load(floats),
+        tl.load(floats + 1),
+        tl.load(floats + 2),
+        tl.load(floats + 3),
+        tl.load(floats + 4),
+        tl.load(floats + 5),
+        tl.load(floats + 6),
         KIND,
         IS_NESTEROV,
         NUM_STATES,
@@ -145,7 +148,7 @@ def _update(
     noise = offsets.to(tl.int32)
     other_noise = noise
     if IS_RANDOM:
-        noise, other_noise = _noise(tl.load(row + 6), block, BLOCK)
+        noise, other_noise = _noise(_seed(tl.load(row + 6), tl.load(numbers)), block, BLOCK)
     if NUM_STATES > 0:
         tl.store(at(row + 2, STATE, IS_ALIGNED) + offsets, _rounded(first, noise, STATE), mask=is_there)
         if NUM_STATES > 1:
@@ -159,15 +162,17 @@ def _update(
         tl.store(at(row + 5, COPY, IS_ALIGNED) + offsets, value.to(COPY), mask=is_there)
 
 
-def update(pieces: Sequence[Piece], rule: Rule, scale: torch.Tensor | None) -> None:
-    """Updates as in `optimizers/reference.py`; of 32 bits at most."""
+def update(
+    pieces: Sequence[Piece], rule: Rule, scale: torch.Tensor | None, numbers: torch.Tensor | None = None
+) -> None:
+    """Updates as in `optimizers/reference.py`; of 32 bits at most. `numbers` (ROW,) int64: those of the rule are read
+    from there, as `numbers_of` puts them; None: they go along."""
     first = pieces[0]
     device = first.parameter.device
     tensors, blocks, sizes = blocks_of(tuple(piece.parameter.numel() for piece in pieces), _BLOCK, device)
     addresses = [_addresses(piece) for piece in pieces]
-    seeds = [piece.seed(rule.step) for piece in pieces]
-    rows = [(*row, seed) for row, seed in zip(addresses, seeds, strict=True)]
-    table = table_of(rows, device)
+    rows = [(*row, piece.number) for row, piece in zip(addresses, pieces, strict=True)]
+    table = table_of([*rows, numbers_of(rule)], device)
     with torch.cuda.device_of(first.parameter):
         _update[(tensors.shape[0],)](
             table,
@@ -175,13 +180,7 @@ def update(pieces: Sequence[Piece], rule: Rule, scale: torch.Tensor | None) -> N
             blocks,
             sizes,
             table if scale is None else scale,
-            rule.lr,
-            rule.weight_decay,
-            rule.beta1,
-            rule.beta2,
-            rule.eps,
-            rule.correction1,
-            rule.correction2,
+            table[-1] if numbers is None else numbers,
             KIND=rule.kind,
             IS_NESTEROV=rule.is_nesterov,
             NUM_STATES=len(first.states),

@@ -1,0 +1,1 @@
+"""A whole training step as one CUDA graph: recorded once, then launched by one call."""

@@ -1,0 +1,170 @@
+"""What a step works on besides its arguments: modules and optimizers, found in the function or named.
+
+A recording holds as long as these are as they were when it was made.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from disttrain.compiling._torch import hooks_of, registers_of, versions_of, without_overrides
+
+_MAX_DEPTH = 4
+
+
+class Subjects:
+    """The modules and optimizers of a step, and all their parameters.
+
+    Args: roots  modules and optimizers; modules within modules belong to them.
+    """
+
+    def __init__(self, roots: Sequence[Any]) -> None:
+        self.roots = roots
+        modules = [root for root in roots if isinstance(root, nn.Module)]
+        self.modules = list({id(child): child for module in modules for child in module.modules()}.values())
+        self.optimizers = [root for root in roots if isinstance(root, Optimizer)]
+        self.parameters = self._parameters()
+        # What is asked at each replay is asked in few loops.
+        self._registered = [register.values() for module in self.modules for register in registers_of(module)]
+        self._hooks = [hooks for module in self.modules for hooks in hooks_of(module)]
+        self._had = self._structure()
+
+    def _parameters(self) -> list[torch.Tensor]:
+        of_modules = (parameter for module in self.modules for parameter in module.parameters(recurse=False))
+        of_optimizers = (
+            parameter for each in self.optimizers for group in each.param_groups for parameter in group["params"]
+        )
+        parameters = {id(each): each for each in (*of_modules, *of_optimizers)}
+        return list(parameters.values())
+
+    def holds(self, roots: Sequence[Any]) -> bool:
+        """True if these are the roots, with the modules and parameters that they had."""
+        if len(roots) != len(self.roots) or any(root is not old for root, old in zip(roots, self.roots, strict=True)):
+            return False
+        return self._structure() == self._had
+
+    def grads(self) -> list[torch.Tensor | None]:
+        """The gradient of each parameter."""
+        with without_overrides():
+            return [parameter.grad for parameter in self.parameters]
+
+    def state(self) -> tuple[Any, ...]:
+        """Equal to another as long as nothing has changed that a recording depends on."""
+        return (
+            tuple([module.training for module in self.modules]),
+            self._had,
+            tuple(map(len, self._hooks)),
+            self._which_require_grad(),
+            tuple([_options(optimizer) for optimizer in self.optimizers]),
+            tuple(
+                [
+                    (len(group["params"]), *map(id, group["params"]))
+                    for each in self.optimizers
+                    for group in each.param_groups
+                ]
+            ),
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled("cuda"),
+            torch.get_autocast_dtype("cuda"),
+        )
+
+    def prepare(self) -> None:
+        """A recording begins: what earlier steps have computed ahead is not there at each replay."""
+        for optimizer in self.optimizers:
+            forget = getattr(optimizer, "forget_copies", None)
+            if forget is not None:
+                forget()
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that a step may write to, by names for people, without gradients."""
+        named: dict[str, torch.Tensor] = {}
+        for root in self.roots:
+            if isinstance(root, nn.Module):
+                named |= {f"parameter {name}": parameter for name, parameter in root.named_parameters()}
+                named |= {f"buffer {name}": buffer for name, buffer in root.named_buffers()}
+        for index, optimizer in enumerate(self.optimizers):
+            for number, state in enumerate(optimizer.state.values()):
+                tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+                named |= {f"optimizer {index}'s {key} of parameter {number}": value for key, value in tensors.items()}
+        return named
+
+    def versions(self) -> dict[torch.Tensor, int]:
+        """The number of writes to each parameter and buffer, which torch counts."""
+        buffers = [buffer for module in self.modules for buffer in module.buffers(recurse=False)]
+        tensors = [*self.parameters, *buffers]
+        return dict(zip(tensors, versions_of(tensors), strict=True))
+
+    def _structure(self) -> tuple[int, ...]:
+        groups = [group["params"] for optimizer in self.optimizers for group in optimizer.param_groups]
+        return *map(len, groups), *map(id, chain(chain.from_iterable(self._registered), chain.from_iterable(groups)))
+
+    def _which_require_grad(self) -> tuple[bool, ...]:
+        with without_overrides():
+            return tuple([parameter.requires_grad for parameter in self.parameters])
+
+    def obstacle(self) -> str:
+        """Why a recording can't be begun or ended now, a whole sentence; empty where it can."""
+        for module in self.modules:
+            ask = getattr(module, "obstacle_to_capture", None)
+            if ask is not None and (reason := ask()):
+                return str(reason)
+        for optimizer in self.optimizers:
+            for name, value in chain.from_iterable(group.items() for group in optimizer.param_groups):
+                if isinstance(value, torch.Tensor) and not value.is_cuda:
+                    return f"{type(optimizer).__name__} has {name} as a tensor on {value.device}; move it to the GPU."
+        return ""
+
+
+def _options(optimizer: Optimizer) -> tuple[Any, ...]:
+    """The numbers that a recording of the optimizer has in it; ours have none."""
+    if hasattr(optimizer, "forget_copies"):
+        return ()
+    return tuple(
+        (name, id(value) if isinstance(value, torch.Tensor) else repr(value))
+        for group in optimizer.param_groups
+        for name, value in group.items()
+        if name != "params"
+    )
+
+
+def roots_of(function: Callable[..., Any], more: Iterable[Any] = ()) -> list[Any]:
+    """The modules and optimizers that `function` refers to: as a method's object or its attributes, in its closure, its
+    globals, its defaults, in functions that it refers to; and `more`."""
+    return list({id(root): root for root in (*more, *_referred(function, _MAX_DEPTH, set()))}.values())
+
+
+def _referred(value: Any, depth: int, seen: set[int]) -> Iterator[Any]:
+    if id(value) in seen or depth < 0:
+        return
+    seen.add(id(value))
+    if isinstance(value, nn.Module | Optimizer):
+        yield value
+        return
+    for each in _references(value):
+        yield from _referred(each, depth - 1, seen)
+
+
+def _references(value: Any) -> Iterable[Any]:
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if inspect.ismethod(value):
+        return [value.__self__, value.__func__]
+    if inspect.isfunction(value):
+        wrapped = getattr(value, "__wrapped__", None)
+        names = inspect.getclosurevars(value)
+        return [*names.nonlocals.values(), *names.globals.values(), *(value.__defaults__ or ()), wrapped]
+    if isinstance(value, list | tuple):
+        return value
+    if isinstance(value, dict):
+        return value.values()
+    if inspect.ismodule(value) or inspect.isclass(value) or isinstance(value, torch.Tensor):
+        return ()
+    return getattr(value, "__dict__", {}).values()

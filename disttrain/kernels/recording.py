@@ -1,0 +1,78 @@
+"""Tells parts of a step that it is being recorded as a CUDA graph, and has them called at each replay.
+
+A graph repeats what GPUs do. What the host does besides, such as counting steps, happens once, while it is recorded. A
+part that does such things hands in a `HostPart`, by which it does them at each replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final, Protocol
+
+import torch
+
+from disttrain.errors import BackendError
+
+
+class HostPart(Protocol):
+    """Work of the host in a recorded step."""
+
+    def obstacle(self) -> str:
+        """Why the recording can't be replayed any more, a whole sentence; empty where it can. Changes nothing."""
+        ...
+
+    def before_first(self) -> None:
+        """Precedes the first replay, whose work of the host was done when it was recorded: only puts numbers there."""
+        ...
+
+    def before_replay(self) -> None:
+        """Does what precedes the GPU's work, and puts numbers where that reads them."""
+        ...
+
+    def after_replay(self) -> None:
+        """Does what follows, once the GPU's work is queued."""
+        ...
+
+
+class Recording:
+    """The parts of a step whose work on GPUs is being recorded.
+
+    Args: memory  (n,) int64 on the GPU, allocated before: what is allocated within, a graph uses for other things too.
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.parts: list[HostPart] = []
+        self._memory = memory
+        self._num_taken = 0
+
+    def add(self, part: HostPart) -> None:
+        """Have `part` called at each replay, but not now: its own call is going on."""
+        self.parts.append(part)
+
+    def take(self, size: int) -> torch.Tensor:
+        """(size,) int64, which the host may write before a replay."""
+        begin, self._num_taken = self._num_taken, self._num_taken + size
+        if self._num_taken > len(self._memory):
+            problem = f"it needs more than {len(self._memory)} numbers that change in each replay."
+            raise BackendError("capture_step", problem, "Record fewer optimizers or groups of parameters together.")
+        return self._memory[begin : self._num_taken]
+
+
+_STACK: Final[list[Recording]] = []
+"""One at most. Of the process, not of a thread: a backward, which belongs to the step, runs on another one."""
+
+
+def current_recording() -> Recording | None:
+    """The recording that is going on in this process."""
+    return _STACK[-1] if _STACK else None
+
+
+@contextmanager
+def recording(memory: torch.Tensor) -> Iterator[Recording]:
+    """Let parts of the step add themselves within; see `Recording`."""
+    _STACK.append(Recording(memory))
+    try:
+        yield _STACK[-1]
+    finally:
+        _STACK.pop()
