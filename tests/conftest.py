@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,15 +55,6 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 # A compiled header takes the compiler as long as two kernels, and none of the kernels less with it.
 os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
-
-# What the compiler makes of Inductor's C++ stays for later runs, found by the text: a kernel takes it three seconds.
-# Graphs don't stay: they are found by less than all that they are made of, so an earlier run's would hold operators
-# that have changed since.
-os.environ.setdefault("TORCHINDUCTOR_FX_GRAPH_CACHE", "0")
-_KERNELS = Path(tempfile.gettempdir(), f"disttrain-tests-{os.getuid()}")
-_KERNELS.mkdir(mode=0o700, exist_ok=True)
-if _KERNELS.stat().st_uid == os.getuid():
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_KERNELS / "inductor"))
 
 # Tests share their cores with ranks, so an example's time says nothing. A failure prints how to play it again.
 hypothesis.settings.register_profile("disttrain", deadline=None, print_blob=True)
@@ -167,12 +158,35 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What jobs leave that fail on purpose goes with pytest's own folders."""
-    own = tmp_path_factory.mktemp("t")
+    """What jobs leave that fail on purpose goes with pytest's own folders, and so does what Inductor compiles.
+
+    All workers of a run have one cache, and lock what they make in it. An earlier run's would hold graphs of operators
+    that have changed since. Only what the compiler made of its C++ is kept, which is found by the text: three seconds
+    of a core for each kernel.
+    """
+    own, base = tmp_path_factory.mktemp("t"), tmp_path_factory.getbasetemp()
+    cache = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "inductor"
+    cache.mkdir(exist_ok=True)
+    kept = Path(tempfile.gettempdir(), f"disttrain-tests-{os.getuid()}")
+    kept.mkdir(mode=0o700, exist_ok=True)
+    is_ours = kept.stat().st_uid == os.getuid()
+    if is_ours:
+        link_kernels(kept, cache)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
         patch.setenv("TMPDIR", str(own))
         patch.setattr(tempfile, "tempdir", str(own))
         yield
+    if is_ours:
+        link_kernels(cache, kept)
+
+
+def link_kernels(source: Path, target: Path) -> None:
+    """Puts the compiled C++ of one of Inductor's caches into another as well."""
+    for file in source.glob("??/*.so"):
+        (target / file.parent.name).mkdir(exist_ok=True)
+        with suppress(OSError):  # it is there already, or files cannot have two names
+            os.link(file, target / file.parent.name / file.name)
 
 
 @pytest.fixture(scope="session")
