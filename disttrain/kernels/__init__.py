@@ -24,8 +24,8 @@ from disttrain.kernels.use import Replaced, use_kernels
 __all__ = [
     "AdamW",
     "Alibi",
-    "Causal",
     "AttentionChoice",
+    "Causal",
     "Documents",
     "Float8Linear",
     "Float8Weight",
