@@ -130,7 +130,7 @@ def assert_alike(make: Any, **options: Any) -> None:
             assert torch.equal(one, other), (form, place)
 
 
-@on_ranks(2, 3, 4)
+@on_ranks(2, 4)
 def test_odd_models() -> None:
     assert_alike(Odd)
 

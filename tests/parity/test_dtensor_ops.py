@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -13,13 +14,18 @@ import disttrain
 from disttrain.dtensor.dispatch import dispatch
 from disttrain.dtensor.rules import pointwise
 from disttrain.errors import LayoutError
+from tests.dtensor_ops.cases import MESHES
 from tests.dtensor_ops.infos import all_infos, info_named, title
 from tests.dtensor_ops.judge import Outcome, judge
 from tests.dtensor_ops.page import MEANINGS, page
 
+TRIED = MESHES[:4]
+"""`python -m tests.dtensor_ops` tries the others as well."""
 
-def judged(name: str) -> Outcome:
-    return judge(info_named(name))
+
+def judged(name: str, *meshes: tuple[int, ...]) -> Outcome:
+    with mock.patch("tests.dtensor_ops.judge.MESHES", meshes or TRIED):
+        return judge(info_named(name))
 
 
 SAMPLED = (
@@ -64,7 +70,7 @@ def test_operators_are_right(name: str) -> None:
 
 def test_wrong_values_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(pointwise._LINEAR, "aten.exp", ((0,),))
-    outcome = judged("exp")
+    outcome = judged("exp", (2,))
     assert outcome.verdict == "wrong"
     assert "Partial(sum)" in outcome.example
     assert "_Wrong: result 0" in outcome.example
@@ -89,7 +95,7 @@ def test_errors_are_told_apart(
         return find_rule(call)
 
     monkeypatch.setattr(dispatch, "find_rule", failing)
-    assert judged("exp").verdict == verdict
+    assert judged("exp", (2, 2)).verdict == verdict
 
 
 def test_a_page_counts_verdicts_and_names_operators() -> None:

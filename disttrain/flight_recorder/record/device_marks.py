@@ -106,7 +106,7 @@ class DeviceMarks:
         self._device = device
         # Made by the first operation: the GPU is left alone until the script has chosen it.
         self._idle_stream: Any = None
-        # One of them may finish while the other waits.
+        # Two, since one may wait in the driver for something that the other does not need.
         self._probes = Probe(2 * _MAX_ANSWER_S), Probe(2 * _MAX_ANSWER_S)
         # The event that one reads by is recorded again by the next but one.
         self._turn = threading.RLock()

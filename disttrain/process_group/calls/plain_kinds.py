@@ -1,6 +1,6 @@
 """Python's plain classes that msgpack has no type for: each as a value of lists, numbers and texts, and back.
 
-A class is sent as its number in this table, never by name, so the receiver looks up nothing that the sender chose.
+A class goes by its number, from the table here, never by its name: nothing is looked up that a sender chose.
 """
 
 from __future__ import annotations
