@@ -1,4 +1,4 @@
-"""Marks functions that Dynamo must not trace."""
+"""Marks functions that Dynamo must not trace, and asks whether a profiler runs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ import torch
 
 _Result = TypeVar("_Result")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+profiler_runs: Callable[[], bool] = torch.autograd._profiler_enabled
+"""Whether a profiler of torch's records this thread. A builtin: a function of our own around it would cost more than
+it does. Where Dynamo reads it, the graph breaks."""
 
 
 def keep_dynamo_out(*functions: Any) -> None:
