@@ -1,7 +1,7 @@
 """Ranges by which traces of torch's profilers, and NVTX under `emit_nvtx`, name what this library does.
 
 While no profiler runs, each place asks one function of torch's, and does nothing else. Names of collectives end with
-the mesh axis in brackets; `axis_of` reads it back, to tell whose time it was.
+the mesh axis in brackets; `parsed` reads it back, to tell whose time it was.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def range_name(kind: str, operation: str, group: GroupLike) -> str:
     return f"{kind} {operation} [{group.axis_name or group.group_name}]"
 
 
-def axis_of(name: str) -> str | None:
-    """The mesh axis, or group, in a name that `range_name` has made; None for any other."""
+def parsed(name: str) -> tuple[str, str] | None:
+    """The kind, and the mesh axis or group, of a name that `range_name` has made; None for any other."""
     match = _NAME.fullmatch(name)
-    return None if match is None else match[2]
+    return None if match is None else (match[1], match[2])
 
 
 def in_range(name: str, function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
