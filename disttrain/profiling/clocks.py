@@ -47,6 +47,7 @@ class CommonClock:
     def close(self) -> None:
         """Neither tell nor ask any more."""
         self._store.close()
+        self._asking.join(1.0)
 
     def _serve(self, _: str) -> None:
         serve_clock(self._store)

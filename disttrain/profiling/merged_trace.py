@@ -15,10 +15,11 @@ from typing import Any, Final
 
 from disttrain.flight_recorder.live.step_tally import Ended
 from disttrain.flight_recorder.views.trace import Tracks
-from disttrain.profiling.rank_trace import STEP, Event
+from disttrain.profiling.rank_trace import ON_DEVICE, STEP, Event, Launches
 
 _KINDS: Final = {"X", "s", "t", "f", "C"}
 """Events with a duration, arrows, counters. torch writes marks of its own beside these."""
+_WITH_AXIS: Final = {*ON_DEVICE, "gpu_user_annotation"}
 _FIRST_UNDER_WAY: Final = 1 << 16
 """The number of the first track of communication: behind all threads, before all streams."""
 _FIRST_STREAM: Final = 1 << 20
@@ -27,17 +28,24 @@ _FOOT: Final = b"\n]}\n"
 
 
 def part_of_rank(
-    trace: Mapping[str, Any], rank: int, label: str, start_ns: int, shift_ns: int, under_way: Sequence[Ended]
+    trace: Mapping[str, Any],
+    rank: int,
+    label: str,
+    start_ns: int,
+    shift_ns: int,
+    under_way: Sequence[Ended],
+    axis_names: Mapping[str, str],
 ) -> bytes:
     """A rank's part, compressed: events in microseconds since `start_ns` by the common clock.
 
-    `label`: its host and process; `shift_ns`: what is to be added to its clock; `under_way`: by Unix time.
+    `label`: its host and process; `shift_ns`: what is to be added to its clock; `under_way`: by Unix time;
+    `axis_names`: of each group by its name.
     """
     events = [
         {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}},
         {"ph": "M", "name": "process_labels", "pid": rank, "args": {"labels": label}},
         {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}},
-        *_of_torch(trace, rank, (int(trace.get("baseTimeNanoseconds", 0)) + shift_ns - start_ns) / 1e3),
+        *_of_torch(trace, rank, (int(trace.get("baseTimeNanoseconds", 0)) + shift_ns - start_ns) / 1e3, axis_names),
         *_under_way(under_way, rank, shift_ns - start_ns),
     ]
     encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -55,8 +63,9 @@ def write_merged(file: Path, parts: Sequence[bytes]) -> None:
     temporary.replace(file)
 
 
-def _of_torch(trace: Mapping[str, Any], rank: int, shift_us: float) -> Iterator[Event]:
+def _of_torch(trace: Mapping[str, Any], rank: int, shift_us: float, axis_names: Mapping[str, str]) -> Iterator[Event]:
     events = trace["traceEvents"]
+    launches = Launches([event for event in events if event.get("ph") == "X"], axis_names)
     names = {
         (event["pid"], event["tid"]): str(event["args"]["name"]).strip()
         for event in events
@@ -79,6 +88,9 @@ def _of_torch(trace: Mapping[str, Any], rank: int, shift_us: float) -> Iterator[
         moved = {**event, "pid": rank, "tid": tracks[track], "ts": round(event["ts"] + shift_us, 3)}
         if "id" in event:
             moved["id"] = rank << 40 | int(event["id"])  # arrows of two ranks must not meet
+        if event.get("cat") in _WITH_AXIS and (axis := launches.axis_of(event)) is not None:
+            # torch's ranges on a GPU, and NCCL's kernels, say nothing of it.
+            moved["name"] = f"{event['name'].partition('(')[0]} [{axis}]"
         yield moved
 
 

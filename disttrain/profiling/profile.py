@@ -219,12 +219,9 @@ class profile:  # noqa: N801  it is used as a function is
         """Put this rank's part of the trace into the store."""
         groups = () if self._world is None else self._world.groups
         steps = range(self._first_step, self._num_steps)
-        found = read_rank_trace(
-            trace,
-            steps,
-            {group.group_name: group.axis_name for group in groups},
-            {group.axis_name or group.group_name for group in groups if group.group_size == 1},
-        )
+        axis_names = {group.group_name: group.axis_name for group in groups}
+        alone = {group.axis_name or group.group_name for group in groups if group.group_size == 1}
+        found = read_rank_trace(trace, steps, axis_names, alone)
         times = times_of_rank(
             self._rank,
             len(steps),
@@ -246,7 +243,7 @@ class profile:  # noqa: N801  it is used as a function is
             for call in self._under_way
         ]
         label = f"{socket.gethostname()}:{os.getpid()}"
-        part = part_of_rank(trace, self._rank, label, start_ns, shift_ns or 0, under_way)
+        part = part_of_rank(trace, self._rank, label, start_ns, shift_ns or 0, under_way, axis_names)
         send_part(self._store, self._num_cycles, times, part, is_aligned=shift_ns is not None)
 
     def _finish(self, cycle: Cycle, absent: dict[int, str]) -> None:

@@ -22,7 +22,9 @@ LOADERS: Final = ("enumerate(DataLoader)", "data wait")
 
 STEP: Final = re.compile(r"ProfilerStep#(\d+)")
 """The range of a step, under torch's name for it."""
-_ON_DEVICE: Final = {"kernel", "gpu_memcpy", "gpu_memset"}
+OF_NCCL: Final = "nccl:"
+"""How torch's own ranges around NCCL's kernels begin."""
+ON_DEVICE: Final = {"kernel", "gpu_memcpy", "gpu_memset"}
 _BETWEEN_DEVICES: Final = ("PtoP", "Peer")
 
 
@@ -47,15 +49,15 @@ def read_rank_trace(
     """
     base_ns = int(trace.get("baseTimeNanoseconds", 0))
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and "ts" in event]
-    on_device = any(event.get("cat") in _ON_DEVICE for event in events)
+    on_device = any(event.get("cat") in ON_DEVICE for event in events)
     window = _window(events, steps, base_ns)
     data_waits = [_span(event, base_ns) for event in _annotations(events) if event["name"].startswith(LOADERS)]
     communication: defaultdict[str, list[Span]] = defaultdict(list)
     computing: list[Span] = []
     if on_device:
-        launches = _Launches(events, axis_names)
+        launches = Launches(events, axis_names)
         for event in events:
-            if event.get("cat") in _ON_DEVICE:
+            if event.get("cat") in ON_DEVICE:
                 axis = launches.axis_of(event)
                 (computing if axis is None else communication[axis]).append(_span(event, base_ns))
         if window is not None:
@@ -90,7 +92,7 @@ def _window(events: Sequence[Event], steps: Collection[int], base_ns: int) -> Sp
 
 
 @dataclass
-class _Launches:
+class Launches:
     """Finds the mesh axis of what runs on a device, by the range of the host in which it was launched."""
 
     events: Sequence[Event]
@@ -103,6 +105,8 @@ class _Launches:
         for event in _annotations(self.events):
             if parsed(event["name"]):
                 by_thread[event["tid"]].append(event)
+            elif event["name"].startswith(OF_NCCL):
+                self.launched[OF_NCCL, event.get("args", {}).get("External id")] = event
         for thread, found in by_thread.items():
             found.sort(key=lambda event: event["ts"])
             self.ranges[thread] = [event["ts"] for event in found], found
@@ -111,16 +115,18 @@ class _Launches:
                 self.launched[event["args"]["correlation"]] = event
 
     def axis_of(self, event: Event) -> str | None:
-        """The axis of a kernel or copy that communicates; None for one that computes."""
+        """The axis of a kernel or copy that communicates, or of torch's own range around one; None for all else."""
         args = event.get("args", {})
+        if event["name"].startswith(OF_NCCL):
+            return self._launched_for((OF_NCCL, args.get("External id")))
         is_copy = event["cat"] == "gpu_memcpy" and any(word in event["name"] for word in _BETWEEN_DEVICES)
         if not (is_copy or "nccl" in event["name"].lower()):
             return None
         group = str(args.get("Process Group Name", ""))
         return self._launched_for(args.get("correlation")) or self.axis_names.get(group) or group or "other"
 
-    def _launched_for(self, correlation: object) -> str | None:
-        launch = self.launched.get(correlation)
+    def _launched_for(self, key: object) -> str | None:
+        launch = self.launched.get(key)
         if launch is None or launch["tid"] not in self.ranges:
             return None
         starts, found = self.ranges[launch["tid"]]

@@ -6,6 +6,7 @@ import json
 import queue
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -154,8 +155,8 @@ def _compute(seconds: float) -> None:
         torch.mm(x, x)
 
 
-def _profiled(file: str, ranks: list[int] | None = None) -> tuple[Any, float]:
-    """The breakdown, and the recorder's share of waiting for the same steps."""
+def _profiled(file: str, ranks: list[int] | None = None) -> dict[str, Any]:
+    """The breakdown in plain values, and the recorder's share of waiting for the same steps; on other ranks nothing."""
     heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     rank, size = disttrain.get_rank(), disttrain.get_world_size()
     dp = _mesh(dp=size).get_group()
@@ -179,25 +180,29 @@ def _profiled(file: str, ranks: list[int] | None = None) -> tuple[Any, float]:
     assert summaries is not None
     summaries.close()
     breakdown = profiler.breakdown
-    return (None if breakdown is None else (breakdown, str(breakdown))), summary.get("waiting_share", 0.0)
+    if breakdown is None:
+        return {}
+    return {
+        "ranks": [asdict(times) for times in breakdown.ranks],
+        "exposed_share": sum(breakdown.communication_s.values()) / breakdown.step_s,
+        "waiting_share": summary.get("waiting_share"),
+        "table": str(breakdown),
+    }
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_profile_of_all_ranks(rank_pool: RankPool, tmp_path: Path, world_size: int) -> None:
     file = tmp_path / "trace.json"
-    found = rank_pool.run(world_size, _profiled, str(file))
-    assert all(breakdown is None for breakdown, _ in found[1:])
-    (breakdown, shown), waiting_share = found[0]
-    assert [times.rank for times in breakdown.ranks] == list(range(world_size))
-    assert all(times.num_steps == 3 for times in breakdown.ranks)
-    assert f"trace: {file}" in shown
-    first = breakdown.ranks[0]
-    assert first.data_wait_s == pytest.approx(0.005, abs=0.004)
+    found, *others = rank_pool.run(world_size, _profiled, {"file": str(file)})
+    assert others == [{}] * (world_size - 1)
+    ranks = found["ranks"]
+    assert [(times["rank"], times["num_steps"]) for times in ranks] == [(rank, 3) for rank in range(world_size)]
+    assert f"trace: {file}" in found["table"]
+    assert ranks[0]["data_wait_s"] == pytest.approx(0.005, abs=0.004)
     if world_size > 1:
-        # Rank 0 computes for 20 ms less than it waits for. The recorder says the same of the same steps.
-        assert first.communication_s["dp"] > 2 * breakdown.ranks[1].communication_s["dp"]
-        share = sum(breakdown.communication_s.values()) / breakdown.step_s
-        assert share == pytest.approx(waiting_share, abs=0.05)
+        # Rank 0 computes for 20 ms less than the others, and waits for them. The recorder says the same of these steps.
+        assert ranks[0]["communication_s"]["dp"] > 2 * ranks[1]["communication_s"]["dp"]
+        assert found["exposed_share"] == pytest.approx(found["waiting_share"], abs=0.05)
     events = json.loads(file.read_text())["traceEvents"]
     assert {event["pid"] for event in events if event.get("name") == "process_name"} == set(range(world_size))
     steps = [event for event in events if event["name"].startswith("ProfilerStep#")]
@@ -216,9 +221,8 @@ def test_a_profile_of_all_ranks(rank_pool: RankPool, tmp_path: Path, world_size:
 
 
 def test_some_ranks_of_many(rank_pool: RankPool, tmp_path: Path) -> None:
-    found = rank_pool.run(3, _profiled, str(tmp_path / "trace.json"), [1, 2])
-    (breakdown, _), _ = found[0]
-    assert [times.rank for times in breakdown.ranks] == [1, 2]
+    found = rank_pool.run(3, _profiled, {"file": str(tmp_path / "trace.json"), "ranks": [1, 2]})
+    assert [times["rank"] for times in found[0]["ranks"]] == [1, 2]
 
 
 def _raising(file: str, raises_on: int) -> tuple[str | None, float]:
@@ -241,7 +245,7 @@ def _raising(file: str, raises_on: int) -> tuple[str | None, float]:
 
 @pytest.mark.parametrize("raises_on", [0, 1])
 def test_a_rank_that_raises_leaves_its_part(rank_pool: RankPool, tmp_path: Path, raises_on: int) -> None:
-    found = rank_pool.run(2, _raising, str(tmp_path / "trace.json"), raises_on)
+    found = rank_pool.run(2, _raising, {"file": str(tmp_path / "trace.json"), "raises_on": raises_on})
     shown = found[0][0]
     assert shown is not None
     assert f"rank {raises_on} has raised ValueError: a bad batch" in shown
@@ -263,6 +267,6 @@ def _silent(file: str) -> str | None:
 
 
 def test_a_rank_that_never_comes_is_named(rank_pool: RankPool, tmp_path: Path) -> None:
-    shown = rank_pool.run(2, _silent, str(tmp_path / "trace.json"))[0]
+    shown = rank_pool.run(2, _silent, {"file": str(tmp_path / "trace.json")})[0]
     assert "rank 1: has sent nothing" in shown
     assert (tmp_path / "trace.json").exists()

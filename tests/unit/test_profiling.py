@@ -69,6 +69,8 @@ def _gpu_trace() -> dict[str, Any]:
             _event("ProfilerStep#4", "user_annotation", 0, 100),
             _event("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", "user_annotation", 0, 10),
             _event("collective all_reduce [dp]", "user_annotation", 20, 30),
+            _event("nccl:all_reduce", "user_annotation", 22, 28, **{"External id": 9}),
+            _event("nccl:all_reduce", "gpu_user_annotation", 30, 60, GPU, 20, **{"External id": 9}),
             _event("cudaLaunchKernelExC", "cuda_runtime", 25, 26, correlation=1),
             _event("pipeline stage 0 microbatch 1 send forward to stage 1", "user_annotation", 30, 40),
             _event("message send [pp]", "user_annotation", 31, 39),
@@ -111,8 +113,8 @@ def test_kernels_are_of_the_axis_that_launched_them() -> None:
 def test_one_file_has_a_process_for_each_rank(tmp_path: Path) -> None:
     calls = [Ended("world", "dp", "all_reduce", BASE_NS + 20_000, BASE_NS + 25_000, BASE_NS + 60_000)]
     parts = [
-        part_of_rank(_gpu_trace(), 0, "here:1", BASE_NS, 0, calls),
-        part_of_rank(_gpu_trace(), 1, "there:1", BASE_NS, -5_000, []),
+        part_of_rank(_gpu_trace(), 0, "here:1", BASE_NS, 0, calls, {}),
+        part_of_rank(_gpu_trace(), 1, "there:1", BASE_NS, -5_000, [], {}),
     ]
     for name in ("trace.json", "deeper/trace.json.gz"):
         file = tmp_path / name
@@ -127,6 +129,8 @@ def test_one_file_has_a_process_for_each_rank(tmp_path: Path) -> None:
         assert starts_us == {0: 0.0, 1: -5.0}
         assert len({event["id"] for event in events if "id" in event}) == 2
         assert all(isinstance(event["pid"], int) for event in events)
+        on_gpu = {event["name"] for event in events if event.get("cat") in ("kernel", "gpu_user_annotation")}
+        assert on_gpu >= {"nccl:all_reduce [dp]", "ncclDevKernel_AllReduce_Sum [dp]", "gemm"}
         (call,) = (event for event in events if event.get("cat") == "communication")
         assert (call["name"], call["ts"], call["dur"], call["args"]) == (
             "all_reduce [dp]",
