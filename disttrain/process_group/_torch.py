@@ -10,7 +10,8 @@ import torch
 _Result = TypeVar("_Result")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-profiler_runs: Callable[[], bool] = torch.autograd._profiler_enabled
+_autograd: Any = torch.autograd
+profiler_runs: Callable[[], bool] = _autograd._profiler_enabled
 """Whether a profiler of torch's records this thread. A builtin: a function of our own around it would cost more than
 it does. Where Dynamo reads it, the graph breaks."""
 

@@ -90,7 +90,7 @@ def _of_torch(trace: Mapping[str, Any], rank: int, shift_us: float, axis_names: 
             moved["id"] = rank << 40 | int(event["id"])  # arrows of two ranks must not meet
         if event.get("cat") in _WITH_AXIS and (axis := launches.axis_of(event)) is not None:
             # torch's ranges on a GPU, and NCCL's kernels, say nothing of it.
-            moved["name"] = f"{event['name'].partition('(')[0]} [{axis}]"
+            moved["name"] = f"{event['name'].partition('(')[0].strip()} [{axis}]"
         yield moved
 
 

@@ -90,7 +90,11 @@ class profile:  # noqa: N801  it is used as a function is
         self._wait, self._warmup, self._active, self._repeat = wait, warmup, active, repeat
         self._ranks = ranks
         self._on_ready = on_ready
-        self._options = {"record_shapes": record_shapes, "profile_memory": profile_memory, "with_stack": with_stack}
+        self._options: dict[str, Any] = {
+            "record_shapes": record_shapes,
+            "profile_memory": profile_memory,
+            "with_stack": with_stack,
+        }
         self._num_steps = self._num_cycles = 0
         self._torch: torch.profiler.profile | None = None
         self._records = False
@@ -248,8 +252,13 @@ class profile:  # noqa: N801  it is used as a function is
 
     def _finish(self, cycle: Cycle, absent: dict[int, str]) -> None:
         """On rank 0's thread: all have sent what they will."""
-        file = self.file if cycle.number == 1 else _numbered(self.file, cycle.number)
-        write_merged(file, [cycle.parts[rank] for rank in sorted(cycle.parts)])
+        file: Path | None = self.file if cycle.number == 1 else _numbered(self.file, cycle.number)
+        try:
+            assert file is not None
+            write_merged(file, [cycle.parts[rank] for rank in sorted(cycle.parts)])
+        except OSError as problem:
+            _log.warning("the trace %s cannot be written: %s", file, str(problem))
+            file = None
         ranks = tuple(cycle.times[rank] for rank in sorted(cycle.times))
         self.breakdown = Breakdown(ranks, file, absent, tuple(sorted(cycle.unaligned)))
         if self._on_ready is not None:

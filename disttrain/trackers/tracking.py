@@ -100,9 +100,10 @@ class Tracking:
                 Outlet(tracker, self._run_ids.of(tracker.name), self._first_step, self._config, self._run_ids.keep)
                 for tracker in self._trackers
             ]
+            self._receiving = self._store.clone()
             self._threads.append(threading.Thread(target=self._collect, name="disttrain reports", daemon=True))
         self._threads.append(threading.Thread(target=self._send, name="disttrain reports", daemon=True))
-        self._sending, self._receiving = self._store.clone(), self._store.clone()
+        self._sending = self._store.clone()
         for thread in self._threads:
             thread.start()
         if self._world is not None:
@@ -146,7 +147,7 @@ class Tracking:
         threads[-1].join(_CLOSING_S)
         if self._rank == 0:
             threads[0].join(HOLD_S + _CLOSING_S)
-        self._receiving.close()
+            self._receiving.close()
         self._sending.close()
         for outlet in self._outlets:
             outlet.close(_CLOSING_S)

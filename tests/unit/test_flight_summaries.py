@@ -202,6 +202,7 @@ def test_scalars_for_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def add_scalar(self, name: str, value: float, step: int, walltime: float) -> None:
             added[name] = value, step
+            assert walltime > 0
 
         def flush(self) -> None:
             added["flushed"] = 1.0, 0
