@@ -18,12 +18,12 @@ from disttrain.fsdp2.params.param_group import ParamGroup
 from disttrain.fsdp2.transfers.comm import Comm, Named, Receiver
 from disttrain.fsdp2.transfers.gathering import start_gathering
 from disttrain.fsdp2.transfers.reducing import reduce_together
-from disttrain.process_group._torch import profiler_runs
+from disttrain.process_group._torch import profiler
 
 
 def run(commands: do.Commands, comm: Comm | None = None) -> None:
     """Carry out each command before the next one is asked for. `comm` is that of the root, once there is one."""
-    if profiler_runs():
+    if profiler._is_profiler_enabled:
         for command in commands:
             with _shown_in_traces(command, comm):
                 _HANDLERS[type(command)](command, comm)

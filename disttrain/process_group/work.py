@@ -11,9 +11,7 @@ import torch
 
 from disttrain.durations import Duration, seconds
 from disttrain.errors import DisttrainError
-from disttrain.process_group._torch import profiler_runs
 from disttrain.process_group.watching.observer import Call, Recorder
-from disttrain.process_group.watching.ranges import WAIT, in_range, range_name
 
 if TYPE_CHECKING:
     from disttrain.process_group.interfaces import GroupLike
@@ -85,14 +83,11 @@ class Work:
         call_arguments[1].waiting_in = call_arguments[2]
         if recorder is not None:
             recorder.waits(self._record)
-        wait = self._started.wait
-        if profiler_runs():
-            wait = in_range(range_name(WAIT, call_arguments[0], call_arguments[1]), wait)
         try:
             if timeout is None:
-                wait()
+                self._started.wait()
             else:
-                wait(timedelta(seconds=seconds("wait", timeout)))
+                self._started.wait(timedelta(seconds=seconds("wait", timeout)))
         except Exception as error:
             raise self._failed(error) from error
         # A future's callback may have told it.

@@ -21,7 +21,7 @@ from disttrain.flight_recorder.live.step_tally import Ended
 from disttrain.flight_recorder.record.recorder import FlightRecorder
 from disttrain.flight_recorder.record.ring_tail import RingTail
 from disttrain.process_group import World, current_world, is_initialized
-from disttrain.process_group._torch import profiler_runs
+from disttrain.process_group._torch import profiler
 from disttrain.profiling.breakdown import Breakdown, times_of_rank
 from disttrain.profiling.clocks import CommonClock
 from disttrain.profiling.collecting import PATIENCE_S, Collector, Cycle, say_left, send_part
@@ -112,7 +112,7 @@ class profile:  # noqa: N801  it is used as a function is
         if not ranks or ranks[0] < 0 or ranks[-1] >= size:
             problem = f"ranks={list(ranks)} of a world with ranks 0 to {size - 1}."
             raise SettingError("profile", problem, "Name some of its ranks.", rank=self._rank)
-        if profiler_runs() or not _only_one.acquire(blocking=False):
+        if profiler._is_profiler_enabled or not _only_one.acquire(blocking=False):
             raise SettingError(
                 "profile",
                 "a profiler runs in this process already, and torch has one.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,8 +32,9 @@ class TensorBoard:
     def open(self, run_id: str | None, first_step: int, config: Mapping[str, Any]) -> str:
         """See `Tracker`; the id is the folder."""
         # Here: it takes seconds to load, and one rank writes.
-        purge_step = first_step or None
-        self._writer = importlib.import_module(self._module).SummaryWriter(self._folder, purge_step=purge_step)
+        make = importlib.import_module(self._module).SummaryWriter
+        # tensorboardX names files by the second alone, and writes over what is there.
+        self._writer = make(self._folder, purge_step=first_step or None, filename_suffix=f".{os.getpid()}.{first_step}")
         if config:
             rows = "\n".join(f"| {name} | {value} |" for name, value in config.items())
             self._writer.add_text("config", f"| | |\n| --- | --- |\n{rows}", first_step)

@@ -197,8 +197,9 @@ def test_scalars_for_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
     added: dict[str, tuple[float, int]] = {}
 
     class Writer:
-        def __init__(self, folder: str, purge_step: int | None) -> None:
+        def __init__(self, folder: str, purge_step: int | None, filename_suffix: str) -> None:
             assert (folder, purge_step) == ("runs", None)
+            assert filename_suffix.endswith(".0")
 
         def add_scalar(self, name: str, value: float, step: int, walltime: float) -> None:
             added[name] = value, step

@@ -36,7 +36,7 @@ from disttrain.pipelining.runtime.tied import TiedGradients
 from disttrain.pipelining.schedule.action import Action, Op
 from disttrain.pipelining.schedule.schedule import Schedule
 from disttrain.pipelining.stage import PipelineStage, as_arguments
-from disttrain.process_group._torch import profiler_runs
+from disttrain.process_group._torch import profiler
 
 _Step = tuple[Callable[[Action], None], Action, str]
 
@@ -107,7 +107,7 @@ class Executor:
         self._fuses_now = self._fuses_sums and not self._streams.run_side_by_side
         if schedule.has_backward:
             self._tied.begin()
-        is_named = profiler_runs()
+        is_named = profiler._is_profiler_enabled
         with torch.set_grad_enabled(schedule.has_backward):
             for do, action, label in program.steps:
                 world.action = label
@@ -299,7 +299,7 @@ class Executor:
                 self._now.outbox[message] = [gradient_part(value.form, grad, value.tensor) for value, grad in wanted]
 
     def _overlap(self, action: Action) -> None:
-        is_named = profiler_runs()
+        is_named = profiler._is_profiler_enabled
         for part in action.parts:
             (in_traces(self._on_stream, part) if is_named else self._on_stream)(part)
 

@@ -10,7 +10,7 @@ import torch
 from disttrain.arguments import arguments_of
 from disttrain.durations import Duration
 from disttrain.errors import GroupError
-from disttrain.process_group._torch import profiler_runs
+from disttrain.process_group._torch import profiler
 from disttrain.process_group.backends import Backend
 from disttrain.process_group.current import resolve_group
 from disttrain.process_group.group import ProcessGroup
@@ -53,7 +53,7 @@ class Coalesced:
     ) -> None:
         self._group.coalesced = None
         end = self._backend.end_coalescing
-        if profiler_runs() and self.works:
+        if profiler._is_profiler_enabled and self.works:
             # Here they are launched, where the backend has them go together.
             end = in_range(range_name(COLLECTIVE, "coalesced", self._group), end)
         together = end()

@@ -9,11 +9,11 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
-from typing import Final, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 from torch.profiler import record_function
 
-from disttrain.process_group._torch import profiler_runs
+from disttrain.process_group._torch import profiler
 from disttrain.process_group.interfaces import GroupLike
 
 COLLECTIVE: Final = "collective"
@@ -48,13 +48,39 @@ def in_range(name: str, function: Callable[_Arguments, _Result]) -> Callable[_Ar
     return call
 
 
+def shown_in_traces(kind: str, operation: str, group: GroupLike, run: Callable[..., Any]) -> Callable[..., ShownWork]:
+    """A transport's `run`, shown in a trace, as are waits for what it starts."""
+    start = in_range(range_name(kind, operation, group), run)
+    return lambda *arguments: ShownWork(start(*arguments), range_name(WAIT, operation, group))
+
+
+class ShownWork:
+    """The handle of a transport that was called while a profiler ran: waits for it are shown.
+
+    So `Work.wait` need not ask whether one runs.
+    """
+
+    __slots__ = ("_name", "_started")
+
+    def __init__(self, started: Any, name: str) -> None:
+        self._started = started
+        self._name = name
+
+    def wait(self, *timeout: Any) -> bool:
+        with record_function(self._name):
+            return bool(self._started.wait(*timeout))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._started, name)
+
+
 def named_in_traces(name: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
     """Decorates a function that traces are to show under `name`."""
 
     def decorate(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
         @functools.wraps(function)
         def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-            if not profiler_runs():
+            if not profiler._is_profiler_enabled:
                 return function(*args, **kwargs)
             with record_function(name):
                 return function(*args, **kwargs)
