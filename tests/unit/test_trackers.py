@@ -166,6 +166,24 @@ def test_a_tracker_that_hangs_does_not_keep_the_job(caplog: pytest.LogCaptureFix
     assert "did not end within 0.2 s" in caplog.text
 
 
+def test_summaries_of_steps_go_on_from_the_checkpoint() -> None:
+    kept = Kept()
+    summary = {"step": 20, "step_s": 0.5, "waiting_share": None, "communication_share": 0.25}
+    with track(kept, first_step=10) as tracking:
+        tracking.take_summary({**summary, "communication_s": {"dp": 0.125}, "lateness_s": {1: 0.0625}})
+    assert kept.logged == [
+        (
+            30,
+            {
+                "time/step_s": 0.5,
+                "time/communication_share": 0.25,
+                "communication_s/dp": 0.125,
+                "lateness_s/rank 1": 0.0625,
+            },
+        )
+    ]
+
+
 def test_two_trackers_of_one_name_are_refused() -> None:
     with pytest.raises(SettingError, match="two have one name"):
         track(Kept(), Kept())
