@@ -64,6 +64,7 @@ class Collector:
         self._finish = finish
         self._open: dict[int, Cycle] = {}
         self._left: dict[int, str] = {}
+        self._ended: set[int] = set()
         self._closes_s: float | None = None
         self._thread = threading.Thread(target=self._collect, name="disttrain profile", daemon=True)
         self._thread.start()
@@ -110,6 +111,9 @@ class Collector:
             part = b"".join(self._store.multi_get(keys)) if keys else b""
             for key in keys:
                 self._store.delete_key(key)
+            if number in self._ended:
+                _log.warning("the part of rank %d came too late for the profile", rank)
+                return
             cycle = self._open.setdefault(number, Cycle(number, time.monotonic() + PATIENCE_S))
             cycle.times[rank], cycle.parts[rank] = RankTimes(**times), part
             if not is_aligned:
@@ -117,6 +121,7 @@ class Collector:
 
     def _end(self, cycle: Cycle) -> None:
         del self._open[cycle.number]
+        self._ended.add(cycle.number)
         absent = {
             rank: self._left.get(rank, f"has sent nothing within {PATIENCE_S:g} s") or "has ended before"
             for rank in self._ranks - cycle.times.keys()

@@ -121,15 +121,18 @@ class profile:  # noqa: N801  it is used as a function is
             )
         try:
             self._is_profiled = self._rank in ranks
-            self._store: Store = PrefixStore(
-                f"profile/{_number_of(world)}", HashStore() if world is None else world.store
-            )
+            store: Store = HashStore() if world is None else world.store
+            self._store = PrefixStore(f"profile/{_number_of(world)}", store)
             self._clock = CommonClock(self._store, self._rank)
-            if self._rank == 0:
-                self._collector = Collector(self._store, ranks, self._finish)
-            self._move_on()
         except BaseException:
             _only_one.release()
+            raise
+        if self._rank == 0:
+            self._collector = Collector(self._store, ranks, self._finish)
+        try:
+            self._move_on()
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
             raise
         return self
 
@@ -217,7 +220,11 @@ class profile:  # noqa: N801  it is used as a function is
         self._records = False
         profiler.stop_trace()
         self._num_cycles += 1
-        self._send(_exported(profiler))
+        try:
+            self._send(_exported(profiler))
+        except (StoreError, OSError) as problem:
+            # Training goes on.
+            _log.warning("rank %d cannot send its profile: %s", self._rank, str(problem))
 
     def _send(self, trace: dict[str, Any]) -> None:
         """Put this rank's part of the trace into the store."""
