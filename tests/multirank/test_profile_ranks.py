@@ -159,6 +159,7 @@ def _profiled(file: str, ranks: list[int] | None = None) -> dict[str, Any]:
     """The breakdown in plain values, and the recorder's share of waiting for the same steps; on other ranks nothing."""
     heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     rank, size = disttrain.get_rank(), disttrain.get_world_size()
+    disttrain.barrier()  # before the mesh gives the group an axis: it is of that all the same
     dp = _mesh(dp=size).get_group()
     disttrain.barrier()
     summaries = None
