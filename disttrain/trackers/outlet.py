@@ -54,16 +54,15 @@ class Outlet:
 
     def close(self, patience_s: float) -> None:
         """Let it have what waits, for so long at most."""
+        has_end = True
         try:
             self._waiting.put(None, timeout=patience_s)
             self._thread.join(patience_s)
         except queue.Full:
-            pass  # what waits is lost, which is told below
-        num_waiting = self._waiting.qsize()
-        if self._thread.is_alive() and not self._num_lost:
-            self._lost(num_waiting, f"it did not end within {patience_s:g} s")
-        else:
-            self._num_lost += num_waiting
+            has_end = False
+        if self._thread.is_alive():
+            # The end itself waits, and the step that the tracker is at may still come.
+            self._lost(self._waiting.qsize() - has_end, f"it did not end within {patience_s:g} s")
         if self._num_lost:
             _log.warning("%s has lost %d of %d steps", self.tracker.name, self._num_lost, self._num_given)
 
