@@ -58,7 +58,7 @@ $(READY): pyproject.toml Makefile tools/pyuv_compat.h
 	@echo "installing $(TORCH) (minutes, the first time)"
 	@$(PIP) '$(TORCH)'
 	@echo "installing disttrain with its tools"
-	@$(PIP) --editable '.[dev,clients,examples]'
+	@$(PIP) --editable '.[dev,clients,examples,trackers]'
 	@echo "building pyuv"
 	@CFLAGS='-O2 -include "$(CURDIR)/tools/pyuv_compat.h"' $(PIP) pyuv==1.4.0 >.venv/pyuv.log 2>&1 && \
 	  $(BIN)/python -c 'import pyuv' 2>>.venv/pyuv.log || \

@@ -14,9 +14,9 @@ import os
 import struct
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgpack
 
@@ -26,6 +26,9 @@ PAGE_BYTES: Final = 4096
 _HEAD: Final = struct.Struct("<II")
 """Bytes of the text, and their CRC-32: who reads while another writes sees that they don't fit."""
 
+_listeners: Final[list[Listener]] = []
+"""Of this process, as its page is: a report belongs to no world."""
+
 Numbers = Mapping[str, int | float | None]
 """None: something that is no number."""
 
@@ -33,7 +36,8 @@ Numbers = Mapping[str, int | float | None]
 def report(
     step: int | None = None, loss: float | None = None, tokens_per_s: float | None = None, **others: float
 ) -> None:
-    """Show how far this rank is, in the launcher's table and in `disttrain-launch status`; elsewhere do nothing.
+    """Show how far this rank is, in the launcher's table, in `disttrain-launch status` and in trackers
+    (`disttrain.trackers`); elsewhere do nothing.
 
     Of several ranks the table shows the lowest step, and the highest where it differs; the sum of what is named
     `..._per_s`, so that each rank says its own part, or one rank all of it; of everything else the mean.
@@ -45,10 +49,40 @@ def report(
           others  under their names. None: not told.
     """
     page = _own_page()
-    if page is None:
+    if page is None and not _listeners:
         return
-    numbers = {"step": step, "loss": loss, "tokens_per_s": tokens_per_s, **others}
-    write(page, {name: _plain(value) for name, value in numbers.items() if value is not None})
+    given = {"step": step, "loss": loss, "tokens_per_s": tokens_per_s, **others}
+    numbers = {name: _plain(value) for name, value in given.items() if value is not None}
+    if page is not None:
+        write(page, numbers)
+    if _listeners:
+        known = {name: value for name, value in numbers.items() if value is not None}
+        at = known.pop("step", None)
+        for listener in _listeners:
+            listener.heard(None if at is None else int(at), known)
+
+
+class Listener(Protocol):
+    """Is given each report of this process, on whichever thread makes it; must neither wait nor raise."""
+
+    def heard(self, step: int | None, numbers: dict[str, float]) -> None:
+        """A report: its step, if it has one, and its other numbers."""
+        ...
+
+
+def add_listener(listener: Listener) -> None:
+    """From now on `listener` hears of reports."""
+    _listeners.append(listener)
+
+
+def remove_listener(listener: Listener) -> None:
+    """Hear no more; harmless where it does not."""
+    _listeners[:] = [other for other in _listeners if other is not listener]
+
+
+def combined(name: str, values: Sequence[float]) -> float:
+    """What the numbers of several ranks under one name come to: rates add up, of others there is a mean."""
+    return sum(values) if name.endswith("_per_s") else sum(values) / len(values)
 
 
 def write(page: mmap.mmap, numbers: Numbers) -> None:

@@ -19,6 +19,7 @@ import time
 import zlib
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,6 +35,7 @@ from llama.parallel import Ways, place
 from llama.ranks import is_alike, join, peak_memory_bytes, together
 from llama.steps import Pipelined, Stepper, Whole, mean_loss
 from llama.tokens import Tokens, read_tokens
+from llama.trackers import make_trackers
 from torch import Tensor
 
 import disttrain
@@ -41,12 +43,13 @@ from disttrain import kernels
 from disttrain.checkpoint import Checkpointer, set_training_state, training_state
 from disttrain.console import clock, short
 from disttrain.errors import CheckpointError, SettingError
-from disttrain.flight_recorder import StepSummaries, TensorBoardScalars, enable
+from disttrain.flight_recorder import StepSummaries, enable
+from disttrain.trackers import Tracking, track
 
 if missing := [name for name in ("matplotlib", "rich") if find_spec(name) is None]:
     sys.exit(f"train_llama: {' and '.join(missing)} not installed. Run: pip install 'disttrain[examples]'")
 
-from llama.record import TENSORBOARD, Record, Row
+from llama.record import Record, Row
 from llama.screen import Meter, Screen
 
 TITLE = "disttrain: a Llama"
@@ -164,6 +167,16 @@ def evaluate(run: Run) -> float:
     return mean_loss(torch.stack(losses).mean(), run.flags.mesh)
 
 
+def show_held_out(run: Run, meter: Meter, screen: Screen, tracking: Tracking) -> float:
+    """Evaluates, shows the loss, and passes it on to trackers."""
+    started_s = time.perf_counter()
+    held_out_loss = evaluate(run)
+    meter.add_evaluation(time.perf_counter() - started_s)
+    screen.show_evaluation(held_out_loss)
+    tracking.write(meter.step, {"held_out_loss": held_out_loss})
+    return held_out_loss
+
+
 def sample(run: Run, prompt: Sequence[int]) -> list[int]:
     """A continuation, token by token. Every rank computes it, since each has a part of the model."""
     generator = torch.Generator().manual_seed(run.flags.seed)
@@ -223,31 +236,40 @@ def train(flags: Namespace, device: torch.device) -> None:
             load_weights(run.model, Path(flags.model))
         if is_first_rank:
             command_line.save(flags)
-        record = Record(flags.out if is_first_rank else None, TITLE, first_step, has_tensorboard=flags.tensorboard)
+        record = Record(flags.out if is_first_rank else None, TITLE, first_step)
+        trackers = make_trackers(flags.track, flags.out)
 
-    meter = Meter(flags.steps, first_step, tokens_per_step=flags.batch * flags.seq)
+    meter = Meter(
+        flags.steps,
+        first_step,
+        tokens_per_step=flags.batch * flags.seq,
+        eval_every=flags.eval_every,
+        eval_batches=NUM_EVALUATION_BATCHES,
+    )
     screen = Screen(meter, is_shown=is_first_rank)
     screen.show_facts(TITLE, describe(run))
-    boards = [TensorBoardScalars(flags.out / TENSORBOARD)] if flags.tensorboard and is_first_rank else []
-    summaries = StepSummaries(enable(), meter.take_summary, *boards)
-    with record, run.checkpointer:
+    tracking = track(*trackers, folder=flags.out / CHECKPOINTS, first_step=first_step, config=command_line.kept(flags))
+    summaries = StepSummaries(enable(), meter.take_summary, tracking.take_summary)
+    profiler = None if flags.profile is None else disttrain.profile(flags.profile, wait=4, warmup=1, active=3)
+    with record, tracking, run.checkpointer, profiler or nullcontext():
         for step in range(first_step, flags.steps):
             held_out_loss = None
             if step % flags.eval_every == 0:
-                held_out_loss = evaluate(run)
-                screen.show_evaluation(held_out_loss)
+                held_out_loss = show_held_out(run, meter, screen, tracking)
             started_s = time.perf_counter()
             loss = train_step(run, learning_rate(step, flags.steps, flags.lr))
             meter.add(loss, time.perf_counter() - started_s)
             summaries.step()
-            disttrain.report(step=meter.step, loss=loss, tokens_per_s=meter.tokens_per_s / disttrain.get_world_size())
+            rate = None if meter.tokens_per_s is None else meter.tokens_per_s / disttrain.get_world_size()
+            disttrain.report(step=meter.step, loss=loss, tokens_per_s=rate)
             record.add(Row(step, loss, held_out_loss))
             screen.show_step(peak_memory_bytes(device))
             if flags.save_every and ((step + 1) % flags.save_every == 0 or step + 1 == flags.steps):
                 # Written beside the next steps; a save that fails is told at the next one, or at the end.
                 run.checkpointer.async_save(step + 1, state_of(run), run.optimizer)
-        held_out_loss = evaluate(run)
-        screen.show_evaluation(held_out_loss)
+            if profiler is not None:
+                profiler.step()
+        held_out_loss = show_held_out(run, meter, screen, tracking)
         record.add(Row(flags.steps, None, held_out_loss))
     tokenizer = run.batches.tokens.tokenizer
     prompt = run.batches.tokens.prompt if flags.prompt is None else tokenizer.begin(flags.prompt.encode())
@@ -255,6 +277,8 @@ def train(flags: Namespace, device: torch.device) -> None:
     if flags.export is not None:
         save_weights(run.model, flags.export, tokenizer)
     duration_s = screen.end_bar()
+    if profiler is not None and profiler.breakdown is not None:
+        screen.show_text(f"{profiler.breakdown}")
     if continuation:
         screen.show_continuation(tokenizer.decode(prompt), tokenizer.decode(continuation))
     screen.show_facts("done", results(flags, record, meter, duration_s))

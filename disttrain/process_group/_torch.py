@@ -1,4 +1,4 @@
-"""Marks functions that Dynamo must not trace."""
+"""Marks functions that Dynamo must not trace, and asks whether a profiler runs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ import torch
 
 _Result = TypeVar("_Result")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+profiler: Any = torch.autograd.profiler
+"""Its `_is_profiler_enabled` is torch's own "useful for fast python checks": whether a profiler records this process,
+or `emit_nvtx` is entered. An attribute takes a third of the time of any call, and each collective looks at it."""
 
 
 def keep_dynamo_out(*functions: Any) -> None:

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from disttrain.errors import BackendError, DisttrainError, ShapeError
+from disttrain.process_group._torch import profiler
 from disttrain.process_group.calls.async_tensor import AsyncCollectiveTensor, settled
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.watching.fingerprint import compare_calls
 from disttrain.process_group.watching.observer import Call, How
+from disttrain.process_group.watching.ranges import COLLECTIVE, MESSAGE, shown_in_traces
 from disttrain.process_group.work import CallArguments, TransportWork, Work
 
 REFUSALS = (BackendError, ShapeError)
@@ -63,6 +65,8 @@ def issue(
     record = None
     if recorder is not None:
         record = recorder.begin(operation, group, sequence, inputs, outputs, peer_rank, how)
+    if profiler._is_profiler_enabled:
+        run = shown_in_traces(COLLECTIVE, operation, group, run)
     try:
         if world.compares_calls:
             group.waiting_in = sequence
@@ -122,6 +126,8 @@ def issue_message(
     recorder = world.recorder
     if recorder is not None:
         record = recorder.begin(operation, group, 0, inputs, outputs, peer_rank)
+    if profiler._is_profiler_enabled:
+        run = shown_in_traces(MESSAGE, operation, group, run)
     work = Work()
     try:
         work._started = run(tensor, peer_rank, tag)

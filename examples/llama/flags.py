@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import tomllib
-from argparse import BooleanOptionalAction, Namespace
+from argparse import ArgumentTypeError, BooleanOptionalAction, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -20,6 +20,7 @@ from llama.config import PRESETS, LlamaConfig, config_named
 from llama.huggingface import CONFIG, read_config
 from llama.meshes import MeshPlan, check_fit, parse_mesh
 from llama.parallel import DTYPES
+from llama.trackers import TRACKERS
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -38,7 +39,7 @@ CHANGEABLE = (
     "kernels",
     "recompute",
     "reduce_each",
-    "tensorboard",
+    "track",
     "save_every",
     "eval_every",
 )
@@ -92,11 +93,15 @@ def parse(arguments: Sequence[str] | None, num_ranks: int) -> Namespace:
 def save(flags: Namespace) -> None:
     """Make the run's folder, with the flags in it that resuming it takes."""
     flags.out.mkdir(parents=True, exist_ok=True)
-    kept = {name: getattr(flags, name) for name in FIXED + CHANGEABLE}
     # Renamed, so that a run that is killed while it is resumed can still be.
     beside = flags.out / f"{MEMO}.new"
-    beside.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    beside.write_text(json.dumps(kept(flags), indent=1) + "\n", encoding="utf-8")
     beside.replace(flags.out / MEMO)
+
+
+def kept(flags: Namespace) -> dict[str, Any]:
+    """What a run is told once, and has until its end."""
+    return {name: getattr(flags, name) for name in FIXED + CHANGEABLE}
 
 
 def _parser() -> _Parser:
@@ -137,7 +142,8 @@ def _parser() -> _Parser:
     add("--resume", action="store_true", help="go on from the last checkpoint in --out, or of the newest run")
     add("--save-every", type=_whole, default=100, metavar="N", help="steps between checkpoints (default: 100; 0: none)")
     add("--eval-every", type=_count, default=40, metavar="N", help="steps between evaluations (default: 40)")
-    add("--tensorboard", action=flag, default=False, help="write the numbers for TensorBoard, too, into --out")
+    add("--track", type=_track, default="", metavar="NAMES", help=f"write the numbers for {', '.join(TRACKERS)}, too")
+    add("--profile", type=Path, metavar="FILE", help="profile the 3 steps after the 5th: a trace of all ranks, a table")
     add("--export", type=Path, metavar="DIR", help="write the weights there at the end, in Hugging Face's form")
     add("--prompt", metavar="TEXT", help="what is continued at the end (default: some of the text)")
     add("--sample", type=_whole, default=240, metavar="N", help="tokens of the continuation (default: 240)")
@@ -160,6 +166,12 @@ def _from_file(path: Path | None) -> list[str]:
         else:
             line += [_as_flag(*entry) for entry in (value.items() if isinstance(value, dict) else [(name, value)])]
     return line
+
+
+def _track(text: str) -> str:
+    if unknown := [name for name in text.split(",") if name and name not in TRACKERS]:
+        raise ArgumentTypeError(f"{', '.join(unknown)} is none of {', '.join(TRACKERS)}")
+    return text
 
 
 def _as_flag(name: str, value: object) -> str:

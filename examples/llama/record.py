@@ -6,12 +6,9 @@ import csv
 import os
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import Any, Self
-
-from disttrain.errors import SettingError
+from typing import Self
 
 SMOOTHING = 0.9
-TENSORBOARD = "tensorboard"
 
 
 @dataclass(frozen=True)
@@ -26,13 +23,11 @@ class Row:
 class Record:
     """The rows of a run, each written to `folder`/loss.csv at once, so that a run that is killed leaves them too.
 
-    Leaving its `with` block draws `folder`/loss.png. Without a folder nothing is written. `has_tensorboard`: numbers
-    go to `folder`/tensorboard as well; SettingError where there is no TensorBoard.
+    Leaving its `with` block draws `folder`/loss.png. Without a folder nothing is written.
     """
 
-    def __init__(self, folder: Path | None, title: str, first_step: int, *, has_tensorboard: bool = False) -> None:
+    def __init__(self, folder: Path | None, title: str, first_step: int) -> None:
         self.folder = folder
-        self._board = _board(folder) if folder is not None and has_tensorboard else None
         self._title = title
         table = Path(os.devnull) if folder is None else folder / "loss.csv"
         # A run that is resumed goes back to its checkpoint: what came after will be done again.
@@ -46,9 +41,6 @@ class Record:
         self.rows.append(row)
         self._writer.writerow(astuple(row))
         self._file.flush()
-        for name, value in (("loss/training", row.loss), ("loss/held out", row.held_out_loss)):
-            if self._board is not None and value is not None:
-                self._board.add_scalar(name, value, row.step)
 
     def losses(self) -> list[tuple[int, float]]:
         """(step, loss of its batch)."""
@@ -63,19 +55,8 @@ class Record:
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
-        if self._board is not None:
-            self._board.close()
         if self.folder is not None:
             draw(self.folder / "loss.png", self._title, self.losses(), self.held_out_losses())
-
-
-def _board(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter  # optional
-    except ImportError:
-        problem = "there is no TensorBoard here."
-        raise SettingError("train_llama --tensorboard", problem, "Run: pip install tensorboard") from None
-    return SummaryWriter(str(folder / TENSORBOARD))
 
 
 def _read(table: Path) -> list[Row]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
+from statistics import median_low
 from typing import Any
 
 from rich.console import Console
@@ -21,14 +22,23 @@ NUM_AVERAGED_STEPS = 20
 
 
 class Meter:
-    """How far training is: averages over the last steps, and what they say about the rest."""
+    """How far training is: averages over the last steps, and what they say about the rest.
 
-    def __init__(self, num_steps: int, first_step: int, tokens_per_step: int) -> None:
+    The first step of a process compiles, connects and allocates: it says nothing of the others, and until there is a
+    second one nobody knows a rate.
+    """
+
+    def __init__(
+        self, num_steps: int, first_step: int, tokens_per_step: int, *, eval_every: int, eval_batches: int
+    ) -> None:
         self.num_steps = num_steps
         self.step = first_step
         self._tokens_per_step = tokens_per_step
+        self._eval_every, self._eval_batches = eval_every, eval_batches
+        self._has_begun = False
         self._losses: deque[float] = deque(maxlen=NUM_AVERAGED_STEPS)
         self._times_s: deque[float] = deque(maxlen=NUM_AVERAGED_STEPS)
+        self._evaluation_s: float | None = None
         self.waiting_share: float | None = None
         """How much of a step's time ranks wait for each other, by the last summary; None before the first."""
 
@@ -39,7 +49,13 @@ class Meter:
     def add(self, loss: float, time_s: float) -> None:
         self.step += 1
         self._losses.append(loss)
-        self._times_s.append(time_s)
+        if self._has_begun:
+            self._times_s.append(time_s)
+        self._has_begun = True
+
+    def add_evaluation(self, time_s: float) -> None:
+        """The fastest so far counts: the first one compiles."""
+        self._evaluation_s = time_s if self._evaluation_s is None else min(self._evaluation_s, time_s)
 
     @property
     def loss(self) -> float | None:
@@ -47,21 +63,34 @@ class Meter:
         return sum(self._losses) / len(self._losses) if self._losses else None
 
     @property
-    def step_s(self) -> float:
-        """Seconds of a step: the average over the last ones."""
-        return sum(self._times_s) / len(self._times_s)
+    def step_s(self) -> float | None:
+        """Seconds of a step: the median of the last ones, so that one that compiles again changes nothing; of an even
+        number the lower. None before the second."""
+        return median_low(self._times_s) if self._times_s else None
 
     @property
-    def tokens_per_s(self) -> float:
-        """Of all ranks together."""
-        return self._tokens_per_step / self.step_s
+    def tokens_per_s(self) -> float | None:
+        """Of all ranks together; None before the second step."""
+        return None if self.step_s is None else self._tokens_per_step / self.step_s
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until the end, with the evaluations that are to come; None before the second step."""
+        if self.step_s is None:
+            return None
+        num_evaluations = 1 + len(range(-(-self.step // self._eval_every), -(-self.num_steps // self._eval_every)))
+        # Of the same size, and without a backward: what takes longer has compiled.
+        evaluation_s = min(self._evaluation_s or 0.0, self._eval_batches * self.step_s)
+        return self.step_s * (self.num_steps - self.step) + evaluation_s * num_evaluations
 
     def status(self, memory_bytes: int) -> str:
         """All there is to know, in one line."""
-        return (
-            f"{self.step}/{self.num_steps} · loss {self.loss:.3f} · {short(self.tokens_per_s)} tokens/s · "
-            f"{short(memory_bytes)}B · {clock(self.step_s * (self.num_steps - self.step))} left"
-        )
+        facts = [f"{self.step}/{self.num_steps}"]
+        facts += [] if self.loss is None else [f"loss {self.loss:.3f}"]
+        facts += [] if self.tokens_per_s is None else [f"{short(self.tokens_per_s)} tokens/s"]
+        facts.append(f"{short(memory_bytes)}B")
+        facts += [] if self.left_s is None else [f"{clock(self.left_s)} left"]
+        return " · ".join(facts)
 
 
 class Screen:
@@ -117,6 +146,10 @@ class Screen:
         for name, fact in facts.items():
             table.add_row(name, Text(fact))
         self.console.print(Panel(table, title=f"[bold]{title}[/]", title_align="left", border_style="cyan"))
+
+    def show_text(self, text: str) -> None:
+        """As it stands."""
+        self.console.print(text, markup=False, soft_wrap=True)
 
     def end_bar(self) -> float:
         """Remove the bar; returns the seconds since the screen was made."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import json
 import os
 import signal
 import subprocess
@@ -103,10 +104,17 @@ def test_a_rank_that_is_killed_is_started_again_and_all_goes_on_as_if_nothing_ha
 ) -> None:
     out, output = finished
     assert "restart 1 of 1" in output
-    arguments = [*RUN, "--sample", "0", "--out", str(tmp_path)]
+    trace = tmp_path / "trace.json"
+    arguments = [*RUN, "--sample", "0", "--out", str(tmp_path), "--profile", str(trace)]
     as_launched = {"num_evaluation_batches": train_llama.NUM_EVALUATION_BATCHES}
     rank_pool.run(2, trained, {"arguments": arguments, **as_launched}, timeout_s=LIMIT_S)
     assert losses(out / "loss.csv") == losses(tmp_path / "loss.csv")
+    # Profiled beside it: three steps of both ranks, with what fully_shard did in them.
+    events = json.loads(trace.read_text())["traceEvents"]
+    found = {(event["pid"], event["name"]) for event in events}
+    assert found >= {(rank, f"ProfilerStep#{step}") for rank in (0, 1) for step in (5, 6, 7)}
+    phases = {(rank, " ".join(name.split()[:2])) for rank, name in found if name.startswith("fully_shard")}
+    assert phases >= {(rank, f"fully_shard {phase}") for rank in (0, 1) for phase in ("gather", "free", "reduce")}
 
 
 def told(arguments: list[list[str]]) -> list[object]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import queue
@@ -24,6 +23,7 @@ from disttrain.flight_recorder.live.step_tally import MAX_OPEN, Ended, Tally, Wi
 from disttrain.flight_recorder.record.ring_tail import RingTail
 from disttrain.process_group import World, entered_world
 from disttrain.store import HashStore
+from disttrain.trackers import tensor_board
 
 ANSWER_S = 60.0
 SUMMARY = {
@@ -197,30 +197,27 @@ def test_scalars_for_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
     added: dict[str, tuple[float, int]] = {}
 
     class Writer:
-        def __init__(self, folder: str) -> None:
-            assert folder == "runs"
+        def __init__(self, folder: str, purge_step: int | None, filename_suffix: str) -> None:
+            assert (folder, purge_step) == ("runs", None)
+            assert filename_suffix.endswith(".0")
 
-        def add_scalar(self, name: str, value: float, step: int) -> None:
+        def add_scalar(self, name: str, value: float, step: int, walltime: float) -> None:
             added[name] = value, step
+            assert walltime > 0
 
         def flush(self) -> None:
             added["flushed"] = 1.0, 0
 
-    def find(name: str) -> SimpleNamespace:
-        if name != "tensorboardX":
-            raise ImportError(name)
-        return SimpleNamespace(SummaryWriter=Writer)
-
-    monkeypatch.setattr(importlib, "import_module", find)
+    monkeypatch.setattr(tensor_board, "find_spec", lambda name: name if name == "tensorboardX" else None)
+    monkeypatch.setattr(
+        tensor_board, "importlib", SimpleNamespace(import_module=lambda _: SimpleNamespace(SummaryWriter=Writer))
+    )
     TensorBoardScalars("runs")(SUMMARY)
     assert added["time/step_s"] == (0.5, 20)
     assert added["communication_s/dp"] == (0.125, 20)
     assert added["lateness_s/rank 1"] == (0.0625, 20)
     assert "flushed" in added
 
-    def find_none(name: str) -> None:
-        raise ImportError(name)
-
-    monkeypatch.setattr(importlib, "import_module", find_none)
-    with pytest.raises(SettingError, match="Install tensorboard or tensorboardX"):
+    monkeypatch.setattr(tensor_board, "find_spec", lambda _: None)
+    with pytest.raises(SettingError, match="neither tensorboard nor tensorboardX is installed"):
         TensorBoardScalars("runs")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from llama.record import Record, Row
 from llama.screen import Meter, readable
 
 from disttrain.console import clock, short
-from disttrain.errors import SettingError
 
 
 def test_a_record_goes_back_to_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,40 +34,45 @@ def test_other_ranks_write_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tensorboard_is_asked_for_only_where_it_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_module, "draw", lambda *_: None)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    for folder, has_tensorboard in ((tmp_path, False), (None, True)):
-        with Record(folder, "without", 0, has_tensorboard=has_tensorboard) as record:
-            assert record.folder == folder
-    with pytest.raises(SettingError, match=r"there is no TensorBoard here\. Run: pip install tensorboard"):
-        Record(tmp_path, "with", 0, has_tensorboard=True)
-
-
-def test_tensorboard_gets_both_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[tuple[object, ...]] = []
-
-    class Board:
-        def add_scalar(self, *values: object) -> None:
-            found.append(values)
-
-        def close(self) -> None:
-            found.append(())
-
-    monkeypatch.setattr(record_module, "_board", lambda folder: Board())
-    monkeypatch.setattr(record_module, "draw", lambda *_: None)
-    with Record(tmp_path, "run", 0, has_tensorboard=True) as record:
-        record.add(Row(0, 5.0, 5.5))
-        record.add(Row(1, None, 4.5))
-    assert found == [("loss/training", 5.0, 0), ("loss/held out", 5.5, 0), ("loss/held out", 4.5, 1), ()]
+def _meter(num_steps: int = 100, first_step: int = 0) -> Meter:
+    return Meter(num_steps, first_step, tokens_per_step=100, eval_every=40, eval_batches=4)
 
 
 def test_the_status_fits_into_a_line() -> None:
-    meter = Meter(num_steps=10, first_step=0, tokens_per_step=100)
+    meter = _meter(num_steps=10)
     meter.add(2.5, 0.5)
-    assert meter.status(1000) == "1/10 · loss 2.500 · 200 tokens/s · 1.00kB · 0:04 left"
+    meter.add(1.5, 0.5)
+    assert meter.status(1000) == "2/10 · loss 2.000 · 200 tokens/s · 1.00kB · 0:04 left"
     meter.take_summary({"waiting_share": 0.123})
     assert meter.waiting_share == 0.123
+
+
+@pytest.mark.parametrize("first_step", [0, 50])
+def test_a_first_step_that_compiles_says_nothing_of_the_others(first_step: int) -> None:
+    """Of a run that begins, and of one that is resumed."""
+    meter = _meter(first_step=first_step)
+    assert (meter.step_s, meter.tokens_per_s, meter.left_s) == (None, None, None)
+    meter.add_evaluation(40.0)  # compiles, too
+    meter.add(2.5, 60.0)
+    assert meter.status(1000) == f"{first_step + 1}/100 · loss 2.500 · 1.00kB"
+    meter.add(2.5, 0.5)
+    num_evaluations = 3 if first_step == 0 else 2
+    assert meter.tokens_per_s == 200.0
+    assert meter.left_s == 0.5 * (98 - first_step) + 2.0 * num_evaluations
+    meter.add(2.5, 30.0)  # compiles again
+    meter.add(2.5, 0.5)
+    assert meter.tokens_per_s == 200.0
+    meter.add_evaluation(0.25)
+    assert meter.left_s == 0.5 * (96 - first_step) + 0.25 * num_evaluations
+
+
+def test_nothing_is_left_at_the_end_but_an_evaluation() -> None:
+    meter = _meter(num_steps=2)
+    meter.add(2.5, 0.5)
+    meter.add(2.5, 0.5)
+    assert meter.left_s == 0.0
+    meter.add_evaluation(1.0)
+    assert meter.left_s == 1.0
 
 
 def test_no_control_sequence_reaches_the_screen() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import os
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from disttrain.errors import SettingError
+from disttrain.trackers.summaries import summary_numbers
+from disttrain.trackers.tensor_board import TensorBoard
 
 
 class PrometheusFile:
@@ -59,30 +60,13 @@ class TensorBoardScalars:
     """Writes scalars to `folder`. Raises SettingError where there is neither tensorboard nor tensorboardX."""
 
     def __init__(self, folder: Path | str) -> None:
-        self._writer = _new_writer(str(folder))
+        self._board = TensorBoard(folder)
+        self._board.open(None, 0, {})
 
     def __call__(self, summary: dict[str, Any]) -> None:
         """Add `summary`'s numbers at its step."""
-        step = summary["step"]
-        self._writer.add_scalar("time/step_s", summary["step_s"], step)
-        for name in ("waiting_share", "communication_share"):
-            if summary[name] is not None:
-                self._writer.add_scalar(f"time/{name}", summary[name], step)
-        for name, value in summary["communication_s"].items():
-            self._writer.add_scalar(f"communication_s/{name}", value, step)
-        for rank, value in summary["lateness_s"].items():
-            self._writer.add_scalar(f"lateness_s/rank {rank}", value, step)
-        self._writer.flush()
-
-
-def _new_writer(folder: str) -> Any:
-    for module in ("torch.utils.tensorboard", "tensorboardX"):
-        try:
-            return importlib.import_module(module).SummaryWriter(folder)
-        except ImportError:
-            continue  # The other one may be there.
-    problem = "there is no TensorBoard here."
-    raise SettingError("TensorBoardScalars", problem, "Install tensorboard or tensorboardX.")
+        self._board.log(summary_numbers(summary), summary["step"], time.time())
+        self._board.flush()
 
 
 def _escaped(text: str) -> str:

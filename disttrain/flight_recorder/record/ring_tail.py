@@ -57,5 +57,8 @@ class RingTail:
         if entry is None:
             return None
         (_, name, ranks, axis_name, _), operation = entry
+        # A mesh may have been made of a group that was used before, when the ring described it.
+        group = None if axis_name else self._recorder.world.group_named(name)
+        axis_name = axis_name if group is None else group.axis_name
         self._called[site] = called = (name, axis_name, operation) if len(ranks) > 1 else None
         return called

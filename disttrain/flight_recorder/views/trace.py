@@ -46,7 +46,7 @@ def trace_events(dumps: Sequence[Dump]) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "name": "process_labels", "pid": dump.rank, "args": {"labels": f"{dump.host}:{dump.pid}"}}
         yield {"ph": "M", "name": "process_sort_index", "pid": dump.rank, "args": {"sort_index": dump.rank}}
         axis_names = {group.group_name: group.axis_name for group in dump.groups}
-        tracks, sites = _Tracks(), _SiteTexts(dump)
+        tracks, sites = Tracks(), _SiteTexts(dump)
         for record in dump.records:
             begun_s, lasted_s = span_s(dump, record)
             begun_us = (begun_s + shift_s(dump) - start_s) * 1e6
@@ -67,7 +67,7 @@ def trace_events(dumps: Sequence[Dump]) -> Iterator[dict[str, Any]]:
 
 
 @dataclass
-class _Tracks:
+class Tracks:
     """The tracks of one rank: within one, nothing overlaps, which viewers would draw wrongly."""
 
     groups: dict[str, tuple[int, list[float]]] = field(default_factory=dict)

@@ -58,7 +58,9 @@ class Sharding:
     def group_after_forward(self, num_ranks: int) -> ProcessGroup:
         """The `num_ranks` neighbours of this rank that together keep a parameter between forward and backward."""
         first = self.shard_rank // num_ranks * num_ranks
-        return self.mesh.world.shared_group(self.shard_group.ranks[first : first + num_ranks])
+        group = self.mesh.world.shared_group(self.shard_group.ranks[first : first + num_ranks])
+        group.axis_name = group.axis_name or self.shard_group.axis_name
+        return group
 
     def spec_of(self, fqn: str, parameter: torch.Tensor, dim: int) -> Spec:
         """Describes how `parameter`, cut along `dim`, lies on the mesh, and on the one of another parallelism where it

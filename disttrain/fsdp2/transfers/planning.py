@@ -159,8 +159,10 @@ def carry_out(plan: TransferPlan) -> list[Bundle]:
     for group, in_place in plan.in_place.items():
         group.in_place, group.state.bundle = in_place, None
         world = group.sharding.mesh.world
-        ranks = group.sharding.shard_group.ranks
-        group.reduced_apart = world.shared_group(ranks, "reductions") if group in plan.apart else None
+        shards = group.sharding.shard_group
+        group.reduced_apart = world.shared_group(shards.ranks, "reductions") if group in plan.apart else None
+        if group.reduced_apart is not None:
+            group.reduced_apart.axis_name = shards.axis_name
     groups = {group: group.state for group in plan.in_place}
     units = {state.unit: state.unit for state in plan.states}
     return [bundle_of(each, groups, units) for each in plan.sets]

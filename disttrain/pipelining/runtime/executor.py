@@ -16,7 +16,7 @@ import torch
 from disttrain.errors import ScheduleError
 from disttrain.pipelining._torch import edge_of
 from disttrain.pipelining.model.backward import Backward
-from disttrain.pipelining.runtime.in_flight import Batch, Given, Handed, InFlight, Message, Pass, label_of
+from disttrain.pipelining.runtime.in_flight import Batch, Given, Handed, InFlight, Message, Pass, in_traces, label_of
 from disttrain.pipelining.runtime.learning import Forms
 from disttrain.pipelining.runtime.losses import Losses
 from disttrain.pipelining.runtime.message_metadata import (
@@ -36,6 +36,7 @@ from disttrain.pipelining.runtime.tied import TiedGradients
 from disttrain.pipelining.schedule.action import Action, Op
 from disttrain.pipelining.schedule.schedule import Schedule
 from disttrain.pipelining.stage import PipelineStage, as_arguments
+from disttrain.process_group._torch import profiler
 
 _Step = tuple[Callable[[Action], None], Action, str]
 
@@ -106,11 +107,12 @@ class Executor:
         self._fuses_now = self._fuses_sums and not self._streams.run_side_by_side
         if schedule.has_backward:
             self._tied.begin()
+        is_named = profiler._is_profiler_enabled
         with torch.set_grad_enabled(schedule.has_backward):
             for do, action, label in program.steps:
                 world.action = label
                 try:
-                    do(action)
+                    (in_traces(do, action) if is_named else do)(action)
                 except Exception as error:
                     error.add_note(f"in {action}, which is an action of rank {self._rank} of the pipeline")
                     raise
@@ -297,8 +299,9 @@ class Executor:
                 self._now.outbox[message] = [gradient_part(value.form, grad, value.tensor) for value, grad in wanted]
 
     def _overlap(self, action: Action) -> None:
+        is_named = profiler._is_profiler_enabled
         for part in action.parts:
-            self._on_stream(part)
+            (in_traces(self._on_stream, part) if is_named else self._on_stream)(part)
 
     def _on_stream(self, action: Action) -> None:
         """Do it on its stage's own stream."""

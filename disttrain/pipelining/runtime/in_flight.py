@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,8 +13,9 @@ from disttrain.pipelining._torch import Root
 from disttrain.pipelining.model.backward import Backward, Casts
 from disttrain.pipelining.runtime.losses import Losses
 from disttrain.pipelining.runtime.message_metadata import Form, TensorForm
-from disttrain.pipelining.schedule.action import Action
+from disttrain.pipelining.schedule.action import RECEIVES, SENDS, Action, Op
 from disttrain.process_group import Work
+from disttrain.process_group.watching.ranges import in_range
 
 Microbatch = tuple[int, int]
 """A stage, and which microbatch."""
@@ -87,3 +88,31 @@ def label_of(action: Action) -> str:
         return ", ".join(map(label_of, action.children))
     microbatch = "" if action.microbatch is None else f" microbatch {action.microbatch}"
     return f"stage {action.stage}{microbatch} {action.op.value}"
+
+
+def in_traces(do: Callable[[Action], None], action: Action) -> Callable[[Action], None]:
+    """`do` for this action, shown in traces as `pipeline stage 2 microbatch 5 send forward to stage 3`; of actions that
+    run together, each is shown by itself."""
+    if action.children:
+        return do
+    microbatch = "" if action.microbatch is None else f" microbatch {action.microbatch}"
+    peer = f" to stage {action.peer}" if action.op in SENDS else f" from stage {action.peer}"
+    is_message = action.op in SENDS or action.op in RECEIVES
+    return in_range(f"pipeline stage {action.stage}{microbatch} {_TRACED[action.op]}{peer if is_message else ''}", do)
+
+
+_TRACED = {
+    Op.FORWARD: "forward",
+    Op.BACKWARD: "backward",
+    Op.BACKWARD_INPUT: "backward for inputs",
+    Op.BACKWARD_WEIGHT: "backward for weights",
+    Op.SEND_F: "send forward",
+    Op.RECV_F: "receive forward",
+    Op.SEND_B: "send backward",
+    Op.RECV_B: "receive backward",
+    Op.SEND_TIED: "send tied gradients",
+    Op.RECV_TIED: "receive tied gradients",
+    Op.UNSHARD: "unshard",
+    Op.RESHARD: "reshard",
+    Op.REDUCE_GRAD: "reduce gradients",
+}

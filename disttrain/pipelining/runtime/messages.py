@@ -39,6 +39,7 @@ class Mail:
         for _ in ("toward higher ranks", "toward lower ranks"):
             way = world.new_group(group.ranks, timeout_s=group.timeout_s)
             assert isinstance(way, ProcessGroup)
+            way.axis_name = group.axis_name
             way.backend("pipelining.step", device.type)
             self.ways.append(way)
         self.may_wait = True

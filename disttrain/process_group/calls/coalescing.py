@@ -10,9 +10,11 @@ import torch
 from disttrain.arguments import arguments_of
 from disttrain.durations import Duration
 from disttrain.errors import GroupError
+from disttrain.process_group._torch import profiler
 from disttrain.process_group.backends import Backend
 from disttrain.process_group.current import resolve_group
 from disttrain.process_group.group import ProcessGroup
+from disttrain.process_group.watching.ranges import COLLECTIVE, in_range, range_name
 from disttrain.process_group.work import Work
 
 
@@ -50,7 +52,11 @@ class Coalesced:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._group.coalesced = None
-        together = self._backend.end_coalescing()
+        end = self._backend.end_coalescing
+        if profiler._is_profiler_enabled and self.works:
+            # Here they are launched, where the backend has them go together.
+            end = in_range(range_name(COLLECTIVE, "coalesced", self._group), end)
+        together = end()
         if self._backend.coalesces:
             for work in self.works:
                 work.follow(together)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from disttrain.process_group import ProcessGroup
+from disttrain.process_group.watching.ranges import named_in_traces
 from disttrain.tp.layers.exchange import Exchange
 from disttrain.tp.layers.linears import Matrix
 from disttrain.tp.layers.transfers import Finish, gather, reduce_scatter, start_reduce_scatter
@@ -30,6 +31,7 @@ class Cutting:
         return self
 
 
+@named_in_traces("tensor parallel gather and multiply")
 def gather_and_multiply(
     part: torch.Tensor,
     how: Cutting,
@@ -55,6 +57,7 @@ def gather_and_multiply(
     return whole, [result.view(*whole.shape[:-1], width) for result, width in zip(results, widths, strict=True)]
 
 
+@named_in_traces("tensor parallel multiply and scatter")
 def multiply_and_scatter(part: torch.Tensor, weight: torch.Tensor, matrix: Matrix, how: Cutting) -> torch.Tensor:
     """This rank's part of the sum of all ranks' products, from their columns (..., in) of the input. Collective."""
     group, dim = how.group, how.dim
@@ -76,6 +79,7 @@ def multiply_and_scatter(part: torch.Tensor, weight: torch.Tensor, matrix: Matri
     return terms.finish(product).view(shape)
 
 
+@named_in_traces("tensor parallel start scatter")
 def start_scatter(whole: torch.Tensor, how: Cutting) -> Finish:
     """Begin to sum all ranks' tensors; of that each keeps its part. Collective."""
     group, dim = how.group, how.dim

@@ -10,6 +10,7 @@ import torch
 
 from disttrain.process_group import ProcessGroup, all_gather_into_tensor, reduce_scatter_tensor
 from disttrain.process_group import all_reduce as all_reduce_
+from disttrain.process_group.watching.ranges import named_in_traces
 
 Finish = Callable[[], torch.Tensor]
 """Wait for what was started (CUDA: order the current stream after it), and take the result."""
@@ -49,6 +50,7 @@ def start_reduce_scatter(whole: torch.Tensor, dim: int, group: ProcessGroup) -> 
     return _finish(part, reduce_scatter_tensor(part, whole, group=group, async_op=True))
 
 
+@named_in_traces("tensor parallel all_reduce")
 def all_reduce(values: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """The sum of all ranks' contiguous tensors, in their own memory."""
     if group.group_size > 1:
@@ -56,6 +58,7 @@ def all_reduce(values: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     return values
 
 
+@named_in_traces("tensor parallel start all_reduce")
 def start_all_reduce(values: torch.Tensor, group: ProcessGroup) -> Finish:
     """Begin the same."""
     return _finish(values, all_reduce_(values, group=group, async_op=True) if group.group_size > 1 else None)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from disttrain import reports
 from disttrain.errors import LaunchError
 from disttrain.store.base import Store
 from disttrain_launch.request.job import OPERATION
@@ -156,7 +157,7 @@ def _combined(name: str, values: list[Number]) -> tuple[float, float] | None:
         return None
     if name == "step":
         return min(values_known), max(values_known)
-    total = sum(values_known) if name.endswith("_per_s") else sum(values_known) / len(values_known)
+    total = reports.combined(name, values_known)
     return total, total
 
 
