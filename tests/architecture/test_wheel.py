@@ -33,6 +33,11 @@ def test_it_has_all_files(wheel: Path) -> None:
         for path in folder.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
+    ours |= {
+        f"disttrain/examples/scripts/{path.relative_to(ROOT / 'examples').as_posix()}"
+        for path in (ROOT / "examples").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert packed == ours
