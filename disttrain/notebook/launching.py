@@ -18,11 +18,10 @@ from disttrain import settings
 from disttrain.devices import num_cores, num_gpus
 from disttrain.errors import LaunchError
 from disttrain.notebook.forked import Failure, Ranks
-from disttrain.notebook.rank import Task
+from disttrain.notebook.rank import GPUS_REMEDY, GPUS_USED, OPERATION, Task
 from disttrain.process_group import is_initialized
 from disttrain.store import TCPStore
 
-_OPERATION = "launch"
 _HOST = "127.0.0.1"
 
 
@@ -73,10 +72,10 @@ def launch(
             answer = Ranks(tasks).run()
         except OSError as error:
             problem = f"{size} forks of this process cannot be made: {error.strerror}."
-            raise LaunchError(_OPERATION, problem, "Launch fewer ranks, or free memory.") from None
+            raise LaunchError(OPERATION, problem, "Launch fewer ranks, or free memory.") from None
     if isinstance(answer, Failure):
         name = getattr(function, "__qualname__", repr(function))
-        error = LaunchError(_OPERATION, f"{name} failed on rank {answer.rank} of {size}.\n\n{answer.told}")
+        error = LaunchError(OPERATION, f"{name} failed on rank {answer.rank} of {size}.\n\n{answer.told}")
         error.rank = answer.rank
         raise error
     return answer
@@ -85,20 +84,17 @@ def launch(
 def _checked(function: object, args: object, nproc: object) -> int:
     """The number of ranks. Raises: LaunchError."""
     if not callable(function):
-        raise LaunchError(_OPERATION, f"{function!r} is no function.", "Give the function, and its arguments as args.")
+        raise LaunchError(OPERATION, f"{function!r} is no function.", "Give the function, and its arguments as args.")
     if not isinstance(args, Sequence) or isinstance(args, str | bytes):
-        raise LaunchError(_OPERATION, f"args is {args!r}, no tuple of arguments.", f"Give args=({args!r},).")
+        raise LaunchError(OPERATION, f"args is {args!r}, no tuple of arguments.", f"Give args=({args!r},).")
     size = max(1, num_gpus(settings.environment())) if nproc is None else nproc
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise LaunchError(_OPERATION, f"nproc is {nproc!r}.", "Give the number of ranks, from 1 on.")
+        raise LaunchError(OPERATION, f"nproc is {nproc!r}.", "Give the number of ranks, from 1 on.")
     if is_initialized():
         problem = "this process is a rank already, and forks would share its connections."
-        raise LaunchError(_OPERATION, problem, "Call disttrain.destroy_process_group() first.")
+        raise LaunchError(OPERATION, problem, "Call disttrain.destroy_process_group() first.")
     if torch.cuda.is_initialized():
-        problem = "this process has used its GPUs, and no fork can use them then."
-        raise LaunchError(
-            _OPERATION, problem, "Restart the kernel, and use GPUs in nothing but the function that is launched."
-        )
+        raise LaunchError(OPERATION, GPUS_USED, GPUS_REMEDY)
     return size
 
 

@@ -25,13 +25,18 @@ from typing import Any, Final
 import torch
 
 from disttrain import settings
-from disttrain.errors import ShapeError
+from disttrain.devices import num_gpus
+from disttrain.errors import LaunchError, ShapeError
+from disttrain.notebook._torch import has_lost_gpus
 from disttrain.process_group import destroy_process_group, is_initialized
 from disttrain.process_group.calls.packing import pack
 
 VALUE: Final = "value"
 ERROR: Final = "error"
 AT_S: Final = "at_s"
+OPERATION: Final = "launch"
+GPUS_USED: Final = "the process that ranks are forks of has used its GPUs, and no fork can use them then."
+GPUS_REMEDY: Final = "Restart the kernel, and use GPUs in nothing but the function that is launched."
 _ABOUT_FORKS: Final = ("forked subprocess", "fork-based multiprocessing")
 """In torch's errors for a fork of a process that has used its GPUs."""
 
@@ -72,6 +77,8 @@ def run_rank(task: Task, stdout: int, stderr: int, report: int) -> None:
 
 def _result(task: Task) -> Any:
     """What the function returns, once all that a script does at its end is done."""
+    if num_gpus(settings.environment()) and has_lost_gpus():
+        raise LaunchError(OPERATION, GPUS_USED, GPUS_REMEDY)
     try:
         value = task.function(*task.args, **task.kwargs)
     except SystemExit as error:
@@ -90,7 +97,7 @@ def _packed(value: Any) -> bytes:
     except ShapeError as error:
         problem = f"what the function has returned {error.problem.removeprefix('a value ')}"
         remedy = "Return plain values, tensors or arrays; of a model its state_dict, or save a checkpoint."
-        raise ShapeError("launch", problem, remedy) from None
+        raise ShapeError(OPERATION, problem, remedy) from None
 
 
 def _take_streams(stdout: int, stderr: int) -> None:
@@ -152,8 +159,7 @@ def _told(error: BaseException) -> str:
     """The traceback from the function on, as Python prints it."""
     text = "".join(traceback.format_exception(type(error), error, _from_function(error.__traceback__)))
     if any(words in text for words in _ABOUT_FORKS):
-        text += "\nThe process that ranks are forked from has used its GPUs, and no fork can use them then.\n"
-        text += "Restart the kernel, and use GPUs in nothing but the function that is launched."
+        text += f"\n{OPERATION}: {GPUS_USED}\n{GPUS_REMEDY}"
     return text.rstrip("\n")
 
 

@@ -124,3 +124,9 @@ print(disttrain.get_rank(), disttrain.get_world_size(), torch.distributed.get_wo
     assert (done.returncode, done.stdout.split()) == (0, ["0", "1", "1"]), done.stderr
     assert [path.name for path in (tmp_path / "saves").iterdir()] == ["step-00000001"]
     assert not list((tmp_path / "temporary").glob("disttrain-store-*"))
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "collectives", "dtensor", "fsdp2", "kernel", "mesh", "tp_mlp"])
+def test_an_example_by_itself_is_one_rank(name: str, folder: Path, fork_server: ForkServer) -> None:
+    done = fork_server.run(folder / "examples" / f"{name}.py", environ=environment())
+    assert done.returncode == 0, done.stdout + done.stderr
