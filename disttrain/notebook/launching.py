@@ -75,9 +75,9 @@ def launch(
             raise LaunchError(OPERATION, problem, "Launch fewer ranks, or free memory.") from None
     if isinstance(answer, Failure):
         name = getattr(function, "__qualname__", repr(function))
-        error = LaunchError(OPERATION, f"{name} failed on rank {answer.rank} of {size}.\n\n{answer.told}")
-        error.rank = answer.rank
-        raise error
+        failure = LaunchError(OPERATION, f"{name} failed on rank {answer.rank} of {size}.\n\n{answer.told}")
+        failure.rank = answer.rank
+        raise failure
     return answer
 
 

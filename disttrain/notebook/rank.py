@@ -109,12 +109,10 @@ def _take_streams(stdout: int, stderr: int) -> None:
     streams = {
         number: os.fdopen(number, "w", buffering=1, errors="backslashreplace", closefd=False) for number in (1, 2)
     }
-    sys.stdout = sys.__stdout__ = streams[1]
-    sys.stderr = sys.__stderr__ = streams[2]
+    sys.stdout, sys.stderr = streams[1], streams[2]
     for handler in _handlers():
-        number = before.get(id(handler.stream))
-        if number is not None:
-            handler.stream = streams[number]
+        if id(handler.stream) in before:
+            handler.stream = streams[before[id(handler.stream)]]
 
 
 def _handlers() -> Iterator[logging.StreamHandler[Any]]:

@@ -115,6 +115,8 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "dim=64,n_layer=2", "--gpus", "8"], "has 'n_layer', which is no size"),
         (["--model", f"{SMALL.spelled},vocab=9,head_dim=0", "--gpus", "8"], "head_size is 0"),
         (["--model", "dim=64,layers=2,heads=4,ffn=96,vocab=9,tied=no", "--gpus", "8"], "is_tied is 'no'"),
+        (["--model", f"{SMALL.spelled},vocab=9,rotary_base=x", "--gpus", "8"], "rotary_base is 'x'"),
+        (["--model", f"{SMALL.spelled},vocab=9,rotary_base=inf", "--gpus", "8"], "rotary_base is inf"),
         (["--model", "8b", "--gpus", "12"], "12 GPUs do not fill nodes of 8"),
         (["--model", "8b", "--gpus", "8", "--seq", "3000"], "is no multiple of --seq 3000"),
         (["--model", "8b", "--gpus", "8", "--mesh", "dp=4"], "has 4 places, --gpus is 8"),

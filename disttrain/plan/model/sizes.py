@@ -42,7 +42,7 @@ class LlamaSizes:
                 raise SettingError(_OPERATION, f"{name} is {value!r}.", "Give a whole number from 1 on.")
         if not isinstance(self.is_tied, bool):
             raise SettingError(_OPERATION, f"is_tied is {self.is_tied!r}.", "Give true or false.")
-        if not isinstance(self.rotary_base, float) or not 0 < self.rotary_base < math.inf:
+        if not 0 < self.rotary_base < math.inf:
             raise SettingError(_OPERATION, f"rotary_base is {self.rotary_base!r}.", "Give a number above 0.")
         if self.head_size is None:
             if self.dim % self.num_heads:
@@ -237,11 +237,9 @@ def _from_table(table: Mapping[str, Any], where: str) -> LlamaSizes:
     return LlamaSizes(**sizes)
 
 
-def _number(value: object) -> object:
-    """`value` as a float, where it is one or a text of one."""
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        return value
+def _number(value: object) -> float:
+    """`value`, a number or its text, as a float."""
     try:
-        return float(value)
+        return float(str(value))
     except ValueError:
-        return value
+        raise SettingError(_OPERATION, f"rotary_base is {value!r}.", "Give a number above 0.") from None
