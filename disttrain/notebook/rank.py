@@ -95,8 +95,11 @@ def _packed(value: Any) -> bytes:
     try:
         return pack({VALUE: value})
     except ShapeError as error:
-        problem = f"what the function has returned {error.problem.removeprefix('a value ')}"
-        remedy = "Return plain values, tensors or arrays; of a model its state_dict, or save a checkpoint."
+        # The innermost of values within values. A DTensor would be gathered, of which the job's end knows nothing.
+        cause = str(error).rpartition("cannot travel: ")[2].partition(f". {error.remedy}")[0]
+        cause = "a DTensor is in parts" if "has been destroyed" in cause else cause
+        problem = f"what the function has returned cannot travel: {cause}."
+        remedy = "Return plain values, tensors or arrays: of a DTensor its full_tensor(), of a model its state_dict()."
         raise ShapeError(OPERATION, problem, remedy) from None
 
 
@@ -158,7 +161,7 @@ def _told(error: BaseException) -> str:
     text = "".join(traceback.format_exception(type(error), error, _from_function(error.__traceback__)))
     if any(words in text for words in _ABOUT_FORKS):
         text += f"\n{OPERATION}: {GPUS_USED}\n{GPUS_REMEDY}"
-    return text.rstrip("\n")
+    return text.rstrip("\n").encode(errors="backslashreplace").decode()
 
 
 def _from_function(frames: TracebackType | None) -> TracebackType | None:

@@ -159,9 +159,17 @@ def test_the_rank_that_failed_first_is_shown_last_and_whole(fork_server: ForkSer
         ("os.kill(os.getpid(), signal.SIGKILL)", "Its process was ended by SIGKILL. That is how Linux ends what takes"),
         ("os._exit(3)", "Its process ended with exit code 3, without a word."),
         ("sys.exit(3)", "SystemExit: 3"),
-        ("return torch.nn.Linear(2, 2)", "what the function has returned cannot travel: Linear is neither plain"),
+        (
+            "return torch.nn.Linear(2, 2)",
+            "has returned cannot travel: Linear is neither plain, a tensor nor an array. R",
+        ),
+        (
+            "return [{'a': print}]",
+            "cannot travel: builtin_function_or_method is neither plain, a tensor nor an array. R",
+        ),
+        ("raise ValueError('\\udc80')", "ValueError: \\udc80"),
     ],
-    ids=["killed", "gone", "left", "model"],
+    ids=["killed", "gone", "left", "model", "function", "surrogate"],
 )
 def test_other_ends_are_told(body: str, words: str, fork_server: ForkServer, tmp_path: Path) -> None:
     code = f"""
@@ -176,6 +184,26 @@ def test_other_ends_are_told(body: str, words: str, fork_server: ForkServer, tmp
     assert done.returncode == 1
     assert words in done.stderr.splitlines()[-1]
     assert "launch: train failed on rank 1 of 2." in done.stderr
+
+
+def test_a_sharded_parameter_comes_back_whole_or_is_refused(fork_server: ForkServer, tmp_path: Path) -> None:
+    code = """
+    from disttrain.fsdp2 import fully_shard
+
+    def train(is_whole):
+        disttrain.init_process_group()
+        torch.manual_seed(0)
+        state = fully_shard(torch.nn.Linear(3, 5)).state_dict()
+        return {name: value.full_tensor() for name, value in state.items()} if is_whole else state
+
+    torch.manual_seed(0)
+    for state in disttrain.launch(train, (True,), nproc=2):
+        torch.testing.assert_close(state, dict(torch.nn.Linear(3, 5).state_dict()))
+        torch.manual_seed(0)
+    disttrain.launch(train, (False,), nproc=2)
+    """
+    done = run(fork_server, tmp_path, code)
+    assert "ShapeError: launch: what the function has returned cannot travel: a DTensor is in parts. Ret" in done.stderr
 
 
 def test_what_cannot_be_launched_is_refused(fork_server: ForkServer, tmp_path: Path) -> None:
@@ -266,7 +294,7 @@ def test_the_cells_of_the_page_run(fork_server: ForkServer, tmp_path: Path) -> N
 
 
 def test_a_stored_notebook_keeps_what_ranks_print(tmp_path: Path) -> None:
-    """A real kernel runs the page's cells, one that fails, and one after it."""
+    """A real kernel runs the page's cells, one that is interrupted, one that fails, and one after it."""
     nbclient = pytest.importorskip("nbclient", reason="nbclient, which runs notebooks, is not installed")
     pytest.importorskip("ipykernel", reason="ipykernel, a notebook's Python, is not installed")
     nbformat = pytest.importorskip("nbformat")
@@ -288,16 +316,30 @@ def show():
 
 disttrain.launch(show, nproc=2)
 """
-    sources = [BEGIN, *CELLS, fails, "disttrain.launch(os.getpid)[0] > 0"]
+    sleeps = """
+def sleep():
+    print("asleep")
+    time.sleep(1000)
+
+disttrain.launch(sleep, nproc=2)
+"""
+    sources = [BEGIN, *CELLS, sleeps, fails, "disttrain.launch(os.getpid)[0] > 0"]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
     client = nbclient.NotebookClient(
-        notebook, timeout=LIMIT_S, allow_errors=True, resources={"metadata": {"path": tmp_path}}
+        notebook,
+        timeout_func=lambda cell: 5.0 if cell.source == sleeps else LIMIT_S,
+        interrupt_on_timeout=True,
+        allow_errors=True,
+        resources={"metadata": {"path": tmp_path}},
     )
     client.execute(env=environment())
-    _, _, trained, failed, after = notebook.cells
+    _, _, trained, interrupted, failed, after = notebook.cells
     text = "".join(output.text for output in trained.outputs if output.output_type == "stream")
     assert min(text.splitlines()).startswith("[rank 0] step 0: loss ")
     assert len(text.splitlines()) == 4
+    assert interrupted.outputs[-1].ename == "KeyboardInterrupt"
+    text = "".join(output.text for output in interrupted.outputs if output.output_type == "stream")
+    assert sorted(text.splitlines()) == ["[rank 0] asleep", "[rank 1] asleep"]
     streams = "".join(output.text for output in failed.outputs if output.output_type == "stream")
     assert all(line.startswith("[rank ") for line in streams.splitlines()), streams
     assert "[rank 1] <IPython.core.display.HTML object>" in streams
