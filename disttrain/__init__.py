@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from disttrain.errors import QueueEmptyError as QueueEmptyError
     from disttrain.mesh import DeviceMesh as DeviceMesh
     from disttrain.mesh import init_device_mesh as init_device_mesh
+    from disttrain.notebook import launch as launch
     from disttrain.process_group import *  # noqa: F403
     from disttrain.process_group.current import GroupMember as GroupMember
     from disttrain.process_group.current import group as group

@@ -26,7 +26,7 @@
     │   ├── CheckpointCorruptError       bytes that are not those that were saved
     │   └── StateDictError               a state dict that does not fit its model or optimizers (a RuntimeError too)
     ├── FlightDumpError              a dump of the flight recorder that cannot be made, or not be read
-    └── LaunchError                  a job that cannot be started
+    └── LaunchError                  a job that cannot be started, or a rank of `launch` that failed
 
 Errors of the store, of groups and of transports are also those that torch.distributed has names for, so that `except`
 finds them:

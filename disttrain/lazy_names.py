@@ -22,7 +22,7 @@ _TORCHS = "it is torch's, and works on our groups: import torch.distributed"
 _LAUNCHER = "disttrain-launch starts workers"
 _PARTS_OF_TORCH = {
     **{f"disttrain.{part}": _TORCHS for part in ("algorithms", "nn", "optim")},
-    **{f"disttrain.{part}": _LAUNCHER for part in ("elastic", "launch", "launcher", "run")},
+    **{f"disttrain.{part}": _LAUNCHER for part in ("elastic", "launcher", "run")},
     **{
         f"disttrain.{part}": _IN_ITSELF.format("disttrain") for part in ("constants", "device_mesh", "distributed_c10d")
     },

@@ -103,6 +103,16 @@ TORCHELASTIC_RESTART_COUNT = Setting[int](
     "TORCHELASTIC_RESTART_COUNT", _natural, 0, "How often torchrun has started this job's workers again."
 )
 
+# What others that start processes tell each of them: several without a launcher are no job.
+SLURM_STEP_NUM_TASKS = Setting[int | None]("SLURM_STEP_NUM_TASKS", _natural, None, "Tasks of this step; srun sets it.")
+SLURM_STEP_ID = Setting[int | None]("SLURM_STEP_ID", _natural, None, "Number of this step; Slurm sets it.")
+OPEN_MPI_SIZE = Setting[int | None](
+    "OMPI_COMM_WORLD_SIZE", _natural, None, "Processes that mpirun started; Open MPI sets it."
+)
+PMI_SIZE = Setting[int | None](
+    "PMI_SIZE", _natural, None, "Processes that mpirun started; MPICH, Intel MPI and srun set it."
+)
+
 # The launcher. AGENT is written for workers, by whom a process that outlives its job is found.
 AGENT = Setting[str | None](
     "DISTTRAIN_AGENT", str, None, "Name of the launcher's agent that started this process; the launcher sets it."

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from disttrain.plan.model.memory import memory_of as memory_of
     from disttrain.plan.model.sizes import PRESETS as PRESETS
     from disttrain.plan.model.sizes import LlamaSizes as LlamaSizes
+    from disttrain.plan.model.sizes import preset_named as preset_named
     from disttrain.plan.model.sizes import read_sizes as read_sizes
     from disttrain.plan.search import Plan as Plan
     from disttrain.plan.search import Plans as Plans

@@ -6,10 +6,11 @@ import shlex
 from pathlib import Path
 
 from disttrain.plan.job import Choice, Job
-from disttrain.plan.model.sizes import PRESETS
+from disttrain.plan.model.sizes import BYTES, preset_named
 
-ROTARY_BASE = ",rotary_base=500000"
-"""Of all Llamas that have a name here; it takes neither time nor memory."""
+SCRIPT = Path("examples/train_llama.py")
+"""Where `python -m disttrain.examples examples` puts it, and the repository has it."""
+TOKENIZER = "tokenizer.json"
 
 
 def unsaid(job: Job) -> list[str]:
@@ -17,6 +18,15 @@ def unsaid(job: Job) -> list[str]:
     sizes = job.sizes
     heads = ["head_dim"] * (sizes.query_size != sizes.dim)
     return heads + ["--float8"] * job.uses_float8 + ["--precision bf16"] * (not job.precision.is_sharded)
+
+
+def steps_to_run(job: Job, choice: Choice, model: str) -> list[str]:
+    """The command, and what it needs that need not be there yet."""
+    command = command_of(job, choice, model)
+    copying = [] if SCRIPT.is_file() else [f"python -m disttrain.examples {SCRIPT.parent}"]
+    needs_tokenizer = TOKENIZER in shlex.split(command) and not Path(TOKENIZER).is_file()
+    note = f"({TOKENIZER} is the model's own, as Hugging Face has it; {SCRIPT.parent}/README.md tells of --data)"
+    return [*copying, command, *[note] * needs_tokenizer]
 
 
 def command_of(job: Job, choice: Choice, model: str) -> str:
@@ -28,7 +38,7 @@ def command_of(job: Job, choice: Choice, model: str) -> str:
         words += ["--standalone", "--nproc-per-node", str(mesh.num_gpus)]
     else:
         words += ["--nnodes", str(num_nodes), "--nproc-per-node", str(job.node_size), "--rdzv-endpoint", "HOST0:29500"]
-    words.append("examples/train_llama.py")
+    words.append(str(SCRIPT))
     path = Path(model)
     if path.suffix == ".toml":
         words += ["--config", model]
@@ -38,12 +48,9 @@ def command_of(job: Job, choice: Choice, model: str) -> str:
         if (folder / "tokenizer.json").is_file():
             words += ["--tokenizer", str(folder)]
     else:
-        words += [
-            "--model",
-            job.sizes.spelled + ROTARY_BASE * (model.lower() in PRESETS),
-            "--tokenizer",
-            "tokenizer.json",
-        ]
+        words += ["--model", job.sizes.spelled if preset_named(model) is None else model]
+        # Without a tokenizer the example reads bytes.
+        words += ["--tokenizer", TOKENIZER] * (job.sizes.vocab_size != BYTES)
     words += ["--mesh", str(mesh), "--batch", str(job.num_sequences), "--seq", str(job.seq_size)]
     words += ["--microbatches", str(choice.num_microbatches)]
     if choice.schedule is not None:

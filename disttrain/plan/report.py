@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from disttrain.console import short, table
-from disttrain.plan.command import command_of, unsaid
+from disttrain.plan.command import command_of, steps_to_run, unsaid
 from disttrain.plan.job import Job
 from disttrain.plan.reasons import why_first, why_not_first
 from disttrain.plan.search import Misfit, Plan, Plans
@@ -28,7 +28,7 @@ def as_text(plans: Plans, model: str) -> str:
             blocks.append(_listed("why not the others:", others))
         blocks.append(_details(plans.job, first))
         without = f" (the example has no flag for {' and '.join(unsaid(plans.job))})" if unsaid(plans.job) else ""
-        blocks.append(_listed(f"to run it{without}:", [command_of(plans.job, first.choice, model)]))
+        blocks.append(_listed(f"to run it{without}:", steps_to_run(plans.job, first.choice, model)))
     if plans.misfits:
         blocks.append(_listed("what does not fit, at its leanest:", map(_misfit, plans.misfits)))
     if plans.refused:

@@ -71,7 +71,8 @@ def init_process_group(
     Args:    backend      leave it out: each collective goes to the transport of its tensor's device. Or "gloo", "nccl",
                           "cpu:gloo,cuda:nccl", or "fake": then this process is rank 0 (or `rank`) of `world_size`, and
                           neither a store is needed nor another rank waited for.
-             init_method  "env://" (default; what launchers set), or "tcp://host:port" or "file:///path" with
+             init_method  "env://" (default; what launchers set; where nobody has set anything, this process is the one
+                          rank of a job of its own), or "tcp://host:port" or "file:///path" with
                           `rank` and `world_size`. The file must not exist yet; the last rank to leave removes it.
              timeout      for every collective; a timedelta or seconds.
              store        instead of `init_method`, with `rank` and `world_size`; stays the caller's to close. For
@@ -218,7 +219,7 @@ def current_world(operation: str = "current_world") -> World:
         raise GroupError(
             operation,
             "this process is not a rank of any job yet.",
-            "Call disttrain.init_process_group() first, and start the script with disttrain-launch.",
+            "Call disttrain.init_process_group() first. disttrain-launch starts a script on several ranks.",
         )
     return world
 

@@ -1,10 +1,12 @@
-"""The sizes of a Llama: presets by name, or all of them as `dim=64,num_layers=2,...`."""
+"""The sizes of a Llama: presets by name, the planner's, or all of them as `dim=64,num_layers=2,...`."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 
 from disttrain.errors import SettingError
+from disttrain.plan import PRESETS as SIZES
+from disttrain.plan import LlamaSizes, preset_named
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,13 @@ class LlamaConfig:
         return self.dim // self.num_heads
 
 
-PRESETS = {
-    "tiny": LlamaConfig(dim=32, num_layers=2, num_heads=4, num_kv_heads=2, hidden_size=96),
-    "small": LlamaConfig(dim=128, num_layers=4, num_heads=4, num_kv_heads=1, hidden_size=352),
-    "base": LlamaConfig(dim=768, num_layers=12, num_heads=12, num_kv_heads=4, hidden_size=2048),
-    "1b": LlamaConfig(2048, 16, 32, num_kv_heads=8, hidden_size=8192, rotary_base=5e5, is_tied=True),
-    "8b": LlamaConfig(dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, hidden_size=14336, rotary_base=5e5),
-}
+def _config(sizes: LlamaSizes) -> LlamaConfig:
+    """Of the planner's sizes; the vocabulary will be the tokenizer's."""
+    numbers = (sizes.dim, sizes.num_layers, sizes.num_heads, sizes.num_kv_heads, sizes.ffn_size)
+    return LlamaConfig(*numbers, rotary_base=sizes.rotary_base, is_tied=sizes.is_tied)
+
+
+PRESETS = {name: _config(sizes) for name, sizes in SIZES.items()}
 
 
 def _truth(text: str) -> bool:
@@ -66,8 +68,8 @@ KINDS = dict.fromkeys(NEEDED, int) | {
 
 def config_named(text: str) -> LlamaConfig:
     """A preset, or one from sizes. Raises SettingError with what would do."""
-    if text in PRESETS:
-        return PRESETS[text]
+    if (sizes := preset_named(text)) is not None:
+        return _config(sizes)
     given = dict(part.partition("=")[::2] for part in text.split(","))
     unknown, missing = sorted(given.keys() - KINDS.keys()), [name for name in NEEDED if name not in given]
     if unknown or missing:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import resource
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,20 +13,13 @@ import torch
 import disttrain
 from disttrain import settings
 from disttrain.errors import DisttrainError
-from disttrain.store import FileStore
 
 EXIT_CODE = 2
 
 
 def join() -> torch.device:
     """Become a rank of the job, or all of it when the script was started by itself. Returns the rank's device."""
-    if settings.RANK.is_set():
-        disttrain.init_process_group()
-    else:
-        folder = tempfile.mkdtemp(prefix="llama-")
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        # In a file, for the process that writes checkpoints beside this one.
-        disttrain.init_process_group(store=FileStore(os.path.join(folder, "store")), rank=0, world_size=1)
+    disttrain.init_process_group()
     device = disttrain.current_world().device
     if device.type == "cuda":
         torch.cuda.set_device(device)

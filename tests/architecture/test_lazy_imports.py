@@ -20,6 +20,7 @@ TORCH_FREE = {
     "disttrain.checkpoint.async_saving.writer_process": "disttrain/checkpoint/async_saving/writer_process.py",
     "disttrain.durations": "disttrain/durations.py",
     "disttrain.errors": "disttrain/errors.py",
+    "disttrain.examples.__main__": "disttrain/examples/__main__.py",
     "disttrain.flight_recorder.cli": "disttrain/flight_recorder/cli.py",
     "disttrain.flight_recorder.views.trace": "disttrain/flight_recorder/views/trace.py",
     "disttrain.flight_recorder.views.page": "disttrain/flight_recorder/views/page.py",

@@ -18,6 +18,7 @@ TORCH_DOORS = {
     "disttrain/fsdp2/_torch.py",  # modules, the autograd engine, sharding kernels
     "disttrain/kernels/_torch.py",  # modes, norms of several tensors
     "disttrain/mesh/_torch.py",  # constants of graphs
+    "disttrain/notebook/_torch.py",  # forks and GPUs
     "disttrain/pipelining/_torch.py",  # hooks of tensors, nested values
     "disttrain/tp/_torch.py",  # modules
 }

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 
 import disttrain
+from tests.surroundings.installed import built_wheel, new_environment
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = {"disttrain": ROOT / "disttrain", "disttrain_launch": ROOT / "launcher" / "disttrain_launch"}
@@ -18,12 +17,7 @@ PACKAGES = {"disttrain": ROOT / "disttrain", "disttrain_launch": ROOT / "launche
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("hatchling", reason="hatchling, which builds the wheel, is not installed")
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    (found,) = folder.glob("*.whl")
-    return found
+    return built_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 def test_it_has_all_files(wheel: Path) -> None:
@@ -33,6 +27,11 @@ def test_it_has_all_files(wheel: Path) -> None:
         for path in folder.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
+    ours |= {
+        f"disttrain/examples/scripts/{path.relative_to(ROOT / 'examples').as_posix()}"
+        for path in (ROOT / "examples").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert packed == ours
@@ -40,20 +39,20 @@ def test_it_has_all_files(wheel: Path) -> None:
 
 
 def test_its_programs_run_elsewhere(wheel: Path, tmp_path: Path) -> None:
-    target = tmp_path / "installed"
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
-    subprocess.run([*pip, "--target", str(target), str(wheel)], check=True, capture_output=True)
-    environment = {**os.environ, "PYTHONPATH": str(target)}
-    programs = target / "bin"
+    """docs/tutorial.md is followed with them by tests/multirank/test_tutorial.py."""
+    variables = new_environment(tmp_path / "environment", wheel)
 
-    def said(*command: str | Path) -> str:
+    def said(*command: str) -> str:
         done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True, timeout=60
+            ["env", *command], cwd=tmp_path, env=variables, capture_output=True, text=True, check=True, timeout=60
         )
         return done.stdout
 
-    where = said(sys.executable, "-c", "import disttrain; print(disttrain.__version__, disttrain.__file__)")
-    assert where.split() == [disttrain.__version__, str(target / "disttrain" / "__init__.py")]
-    assert "--nproc-per-node" in said(programs / "disttrain-launch", "--help")
-    assert "--html" in said(programs / "disttrain-flight", "--help")
-    assert f"disttrain                 {disttrain.__version__}" in said(sys.executable, "-m", "disttrain", "info")
+    where, version = said("python", "-c", "import disttrain; print(disttrain.__file__, disttrain.__version__)").split()
+    assert where.startswith(str(tmp_path / "environment"))
+    assert version == disttrain.__version__
+    assert "--nproc-per-node" in said("disttrain-launch", "--help")
+    assert "--html" in said("disttrain-flight", "--help")
+    assert f"disttrain                 {version}" in said("python", "-m", "disttrain", "info")
+    said("python", "-m", "disttrain.examples", "examples")
+    assert {path.name for path in (tmp_path / "examples").iterdir()} >= {"train_llama.py", "llama", "README.md"}

@@ -6,7 +6,8 @@ with NOT_RUN marks what needs GPUs, a cluster or a person: it is compiled, or it
 
 The blocks of a section (`##`) run in their order, in one namespace that has the names of the page's beginning. What
 they take for granted, a model or a mesh, is made by the page's module in tests/pages/setups: it has `NUM_RANKS`, and
-`names(section)`, which each rank calls.
+`names(section)`, which each rank calls. A script has its file's name as title, a notebook's cell `In [1]`; tests of
+their pages run these.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from markdown_it import MarkdownIt
 ROOT = Path(__file__).parents[2]
 SETUPS = ROOT / "tests" / "pages" / "setups"
 NOT_RUN = "not tested"
+CELL = "In ["
 PROGRAMS = ("disttrain-launch", "disttrain-flight", "python", "make", "mpirun", "openssl", "pip", "kill")
 REPOSITORY_PAGES = ("CONTRIBUTING.md", "README.md", "examples/README.md")
 PAGES = sorted(
@@ -50,8 +52,10 @@ class Block:
 
     @property
     def is_run(self) -> bool:
-        """Whether it is Python that tests run as a part of its page; a script has its file's name as title."""
-        return self.language == "python" and not self.title.startswith(NOT_RUN) and not self.title.endswith(".py")
+        """Whether it is Python that tests run as a part of its page: no script, and no notebook's cell."""
+        return (
+            self.language == "python" and not self.title.startswith((NOT_RUN, CELL)) and not self.title.endswith(".py")
+        )
 
 
 def blocks(page: str) -> list[Block]:

@@ -54,6 +54,24 @@ def test_from_an_address() -> None:
     assert find_rendezvous("tcp://h:1", 0, 3, None, {}) == RendezvousInfo(0, 3, "h", 1, hosts_store=True)
 
 
+@pytest.mark.parametrize("method", [None, "env://"])
+@pytest.mark.parametrize(
+    ("rank", "world_size", "environ"),
+    [
+        (-1, -1, {}),
+        (0, 1, {}),
+        (-1, -1, {"SLURM_STEP_ID": str(0xFFFFFFFB), "SLURM_STEP_NUM_TASKS": "4"}),
+        (-1, -1, {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}),
+        (0, 1, {"PMI_SIZE": "4"}),
+    ],
+    ids=["nothing", "said", "batch script", "one task", "said beside siblings"],
+)
+def test_who_is_launched_by_nobody_is_alone(
+    method: str | None, rank: int, world_size: int, environ: dict[str, str]
+) -> None:
+    assert find_rendezvous(method, rank, world_size, None, environ) == RendezvousInfo(0, 1, is_alone=True)
+
+
 def test_from_a_store() -> None:
     assert find_rendezvous(None, 2, 3, HashStore(), {}) == RendezvousInfo(2, 3)
 
@@ -61,8 +79,14 @@ def test_from_a_store() -> None:
 @pytest.mark.parametrize(
     ("method", "rank", "world_size", "environ", "rule"),
     [
-        (None, -1, -1, {}, "RANK is not set"),
-        (None, 0, 1, {}, "MASTER_ADDR is not set"),
+        (None, 1, -1, {}, "WORLD_SIZE and MASTER_ADDR and MASTER_PORT are not set. Start the script with disttrain-la"),
+        (None, 0, 2, {}, "MASTER_ADDR and MASTER_PORT are not set"),
+        (None, -1, -1, {"RANK": "0"}, "MASTER_PORT are not set, but RANK is.*For one process by itself, unset RANK"),
+        ("env://", -1, -1, {"MASTER_ADDR": "node0"}, "RANK and WORLD_SIZE and MASTER_PORT are not set, but MASTER_AD"),
+        (None, 0, 1, {"WORLD_SIZE": "1"}, "MASTER_PORT are not set, but WORLD_SIZE is"),
+        (None, -1, -1, {"DISTTRAIN_STORE": "node0:4000"}, "RANK and WORLD_SIZE are not set"),
+        (None, -1, -1, {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}, "one of 4 tasks of srun"),
+        (None, -1, -1, {"OMPI_COMM_WORLD_SIZE": "2"}, "one of 2 processes of mpirun.*Start disttrain-launch in its"),
         (None, -1, -1, {**LAUNCHED, "RANK": "4"}, "rank 4 of world size 4"),
         (None, -1, -1, {**LAUNCHED, "DISTTRAIN_STORE": "nowhere"}, "is not host:port"),
         ("tcp://h", 0, 1, {}, "port number missing"),

@@ -58,7 +58,7 @@ def test_sizes_can_be_spelled(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("huge", "'huge' is neither one of tiny, small, base, 1b, 8b, nor a folder with a config.json, nor sizes."),
+        ("huge", "'huge' is neither one of tiny, small, base, 1b, 3b, 7b, 8b, 13b, 70b, 405b, nor a folder with a con"),
         ("dim=64,depth=2", "nor sizes: depth is no size"),
         ("dim=x,num_layers=1,num_heads=1,num_kv_heads=1,hidden_size=4", "invalid literal for int() with base 10: 'x'"),
         ("dim=24,num_layers=1,num_heads=8,num_kv_heads=8,hidden_size=4", "dim 24 has 8 heads, of which 8 are"),

@@ -115,6 +115,8 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "dim=64,n_layer=2", "--gpus", "8"], "has 'n_layer', which is no size"),
         (["--model", f"{SMALL.spelled},vocab=9,head_dim=0", "--gpus", "8"], "head_size is 0"),
         (["--model", "dim=64,layers=2,heads=4,ffn=96,vocab=9,tied=no", "--gpus", "8"], "is_tied is 'no'"),
+        (["--model", f"{SMALL.spelled},vocab=9,rotary_base=x", "--gpus", "8"], "rotary_base is 'x'"),
+        (["--model", f"{SMALL.spelled},vocab=9,rotary_base=inf", "--gpus", "8"], "rotary_base is inf"),
         (["--model", "8b", "--gpus", "12"], "12 GPUs do not fill nodes of 8"),
         (["--model", "8b", "--gpus", "8", "--seq", "3000"], "is no multiple of --seq 3000"),
         (["--model", "8b", "--gpus", "8", "--mesh", "dp=4"], "has 4 places, --gpus is 8"),
@@ -163,7 +165,63 @@ def test_models_are_read_in_all_their_forms(tmp_path: Path) -> None:
 def test_numbers_of_parameters() -> None:
     """As the models' cards say."""
     counts = {name: round(sizes.num_parameters / 1e9, 2) for name, sizes in PRESETS.items()}
-    assert counts == {"1b": 1.24, "8b": 8.03, "70b": 70.55, "405b": 405.85}
+    own = {name: counts.pop(name) for name in ("tiny", "small", "base")}
+    assert counts == {"1b": 1.24, "3b": 3.21, "7b": 6.74, "8b": 8.03, "13b": 13.02, "70b": 70.55, "405b": 405.85}
+    assert own == {"tiny": 0.0, "small": 0.0, "base": 0.08}
+
+
+@pytest.mark.parametrize(
+    ("text", "preset"),
+    [
+        ("7B", "7b"),
+        ("llama2-7b", "7b"),
+        ("meta-llama/Llama-2-13b-chat-hf", "13b"),
+        ("Llama3-8B", "8b"),
+        ("meta-llama/Meta-Llama-3-70B", "70b"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "8b"),
+        ("llama-3.2-1b", "1b"),
+    ],
+)
+def test_models_go_by_the_names_that_others_give_them(text: str, preset: str) -> None:
+    """In the planner, and in the script that it prints the command of."""
+    assert read_sizes(text) == PRESETS[preset]
+    assert config_named(text) == config_named(preset)
+
+
+@pytest.mark.parametrize("text", ["llama-3-7b", "9b", "meta-llama", "llama-", "7b-", "/7b/"])
+def test_other_names_are_refused(text: str) -> None:
+    with pytest.raises(SettingError, match=r"is no preset, and cannot be read.*one of tiny, small, base, 1b, 3b, 7b"):
+        read_sizes(text)
+
+
+def test_a_folder_comes_before_the_preset_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "meta-llama" / "Llama-3.1-8B"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(HUGGING_FACE))
+    monkeypatch.chdir(tmp_path)
+    assert read_sizes("meta-llama/Llama-3.1-8B") == SMALL
+
+
+def test_where_there_is_no_repository_it_says_how_to_get_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its commands are followed by tests/multirank/test_newcomers.py."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["--model", "small", "--gpus", "2", "--seq", "128", "--batch-tokens", "2048"]) == 0
+    out = capsys.readouterr().out
+    commands = out.partition("to run it:\n")[2].partition("\n\n")[0].splitlines()
+    assert [line.split()[0] for line in commands] == ["python", "disttrain-launch"]
+    assert commands[0] == "  python -m disttrain.examples examples"
+    assert "--tokenizer" not in commands[1]
+    assert main(ARGUMENTS) == 0
+    assert "(tokenizer.json is the model's own, " in capsys.readouterr().out
+    (tmp_path / "tokenizer.json").touch()
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "train_llama.py").touch()
+    assert main(ARGUMENTS) == 0
+    out = capsys.readouterr().out
+    assert "to run it:\n  disttrain-launch" in out
+    assert "(tokenizer.json" not in out
 
 
 def test_hardware_is_what_was_written(tmp_path: Path) -> None:

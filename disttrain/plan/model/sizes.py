@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +20,8 @@ _OPERATION = "plan --model"
 class LlamaSizes:
     """Grouped-query attention and a gated MLP, without biases.
 
-    Args: is_tied  embedding and head are one matrix;  head_size  elements of a head; None: dim / num_heads.
+    Args: is_tied  embedding and head are one matrix;  head_size  elements of a head; None: dim / num_heads;
+          rotary_base  takes neither time nor memory.
     """
 
     dim: int
@@ -29,6 +32,7 @@ class LlamaSizes:
     vocab_size: int
     head_size: int | None = None
     is_tied: bool = False
+    rotary_base: float = 10_000.0
 
     def __post_init__(self) -> None:
         numbers = ["dim", "num_layers", "num_heads", "num_kv_heads", "ffn_size", "vocab_size"]
@@ -38,6 +42,8 @@ class LlamaSizes:
                 raise SettingError(_OPERATION, f"{name} is {value!r}.", "Give a whole number from 1 on.")
         if not isinstance(self.is_tied, bool):
             raise SettingError(_OPERATION, f"is_tied is {self.is_tied!r}.", "Give true or false.")
+        if not 0 < self.rotary_base < math.inf:
+            raise SettingError(_OPERATION, f"rotary_base is {self.rotary_base!r}.", "Give a number above 0.")
         if self.head_size is None:
             if self.dim % self.num_heads:
                 problem = f"dim {self.dim} does not divide among {self.num_heads} heads."
@@ -50,13 +56,15 @@ class LlamaSizes:
     @property
     def spelled(self) -> str:
         """As the example reads them; the vocabulary is its tokenizer's."""
-        sizes = {
+        sizes: dict[str, object] = {
             "dim": self.dim,
             "num_layers": self.num_layers,
             "num_heads": self.num_heads,
             "num_kv_heads": self.num_kv_heads,
             "hidden_size": self.ffn_size,
         }
+        if self.rotary_base != LlamaSizes.rotary_base:
+            sizes["rotary_base"] = f"{self.rotary_base:g}"
         return ",".join(f"{name}={value}" for name, value in sizes.items()) + ",is_tied=True" * self.is_tied
 
     @property
@@ -93,13 +101,44 @@ class LlamaSizes:
         return num_tokens * (6.0 * matrices + 6.0 * self.num_layers * seq_size * self.query_size)
 
 
+BYTES = 256
+"""The vocabulary of a model that reads bytes."""
+
 PRESETS = {
-    "1b": LlamaSizes(2048, 16, 32, 8, 8192, 128256, is_tied=True),
-    "8b": LlamaSizes(4096, 32, 32, 8, 14336, 128256),
-    "70b": LlamaSizes(8192, 80, 64, 8, 28672, 128256),
-    "405b": LlamaSizes(16384, 126, 128, 8, 53248, 128256),
+    "tiny": LlamaSizes(32, 2, 4, 2, 96, BYTES),
+    "small": LlamaSizes(128, 4, 4, 1, 352, BYTES),
+    "base": LlamaSizes(768, 12, 12, 4, 2048, BYTES),
+    "1b": LlamaSizes(2048, 16, 32, 8, 8192, 128256, is_tied=True, rotary_base=5e5),
+    "3b": LlamaSizes(3072, 28, 24, 8, 8192, 128256, is_tied=True, rotary_base=5e5),
+    "7b": LlamaSizes(4096, 32, 32, 32, 11008, 32000),
+    "8b": LlamaSizes(4096, 32, 32, 8, 14336, 128256, rotary_base=5e5),
+    "13b": LlamaSizes(5120, 40, 40, 40, 13824, 32000),
+    "70b": LlamaSizes(8192, 80, 64, 8, 28672, 128256, rotary_base=5e5),
+    "405b": LlamaSizes(16384, 126, 128, 8, 53248, 128256, rotary_base=5e5),
 }
-"""Llama 3.2's and 3.1's. Source: "The Llama 3 Herd of Models" (arXiv:2407.21783), table 3, and each config.json."""
+"""Sizes by name: our example's own, Llama 2's (7b, 13b), 3.1's (8b, 70b, 405b) and 3.2's (1b, 3b). Sources: "Llama 2"
+(arXiv:2307.09288), "The Llama 3 Herd of Models" (arXiv:2407.21783), table 3, and each config.json."""
+
+_OTHERS = {
+    "llama-30b": LlamaSizes(6656, 60, 52, 52, 17920, 32000),
+    "llama-65b": LlamaSizes(8192, 80, 64, 64, 22016, 32000),
+    "llama-2-70b": LlamaSizes(8192, 80, 64, 8, 28672, 32000),
+    **dict.fromkeys(("mistral-7b", "mistral-7b-v0.3"), LlamaSizes(4096, 32, 32, 8, 14336, 32768, rotary_base=1e6)),
+    "tinyllama-1.1b": LlamaSizes(2048, 22, 32, 4, 5632, 32000),
+}
+"""Less often asked for, by their whole names. Sources: "LLaMA" (arXiv:2302.13971), table 2, and each config.json
+(Mistral's of version 0.3, which has no sliding window)."""
+_FAMILIES = {
+    "llama": ("7b", "13b"),
+    "llama-2": ("7b", "13b"),
+    "llama-3": ("8b", "70b"),
+    "llama-3.1": ("8b", "70b", "405b"),
+    "llama-3.2": ("1b", "3b"),
+    "llama-3.3": ("70b",),
+}
+_WHOLE_NAMES = {f"{family}-{size}": PRESETS[size] for family, sizes in _FAMILIES.items() for size in sizes}
+_NOT_OF_SIZE = re.compile(r"-(instruct|chat|base|hf|v1\.0)(?=-|$)")
+"""In a model's name: what its weights were trained for, and in which form they are."""
 
 _SPELLINGS = {
     "dim": ("dim", "hidden_size"),
@@ -110,10 +149,23 @@ _SPELLINGS = {
     "vocab_size": ("vocab_size", "vocabulary_size", "vocab"),
     "head_size": ("head_size", "head_dim"),
     "is_tied": ("is_tied", "tie_word_embeddings", "tied"),
+    "rotary_base": ("rotary_base", "rope_theta"),
 }
 """Ours first, then Hugging Face's. Beside `dim`, `hidden_size` is the feed-forward layers'."""
-_WEIGHTLESS = {"rotary_base", "norm_eps"}
+_WEIGHTLESS = {"norm_eps"}
 """The example's, of no interest here."""
+
+
+def preset_named(text: str) -> LlamaSizes | None:
+    """The preset of this name, if it is one: `7b`, or as others write it, `Llama-2-7B` or `meta-llama/Llama-2-7b-hf`.
+
+    A folder of the name comes first.
+    """
+    if "/" in text and Path(text).exists():
+        return None
+    name = _NOT_OF_SIZE.sub("", text.lower().rpartition("/")[2])
+    name = re.sub(r"^(?:meta-)?llama-?(?=\d[\d.]*-)", "llama-", name)
+    return PRESETS.get(name) or _WHOLE_NAMES.get(name) or _OTHERS.get(name)
 
 
 def read_sizes(text: str, vocab_size: int | None = None) -> LlamaSizes:
@@ -122,8 +174,7 @@ def read_sizes(text: str, vocab_size: int | None = None) -> LlamaSizes:
     Args: vocab_size  instead of what is said there: that of a tokenizer.
     Raises: SettingError when there is no such model or file, or what it says is no Llama's.
     """
-    if text.lower() in PRESETS:
-        preset = PRESETS[text.lower()]
+    if (preset := preset_named(text)) is not None:
         return preset if vocab_size is None else replace(preset, vocab_size=vocab_size)
     table, where = _written_out(text) if "=" in text else _read(text)
     if isinstance(table, str):
@@ -175,6 +226,8 @@ def _from_table(table: Mapping[str, Any], where: str) -> LlamaSizes:
             spelled = []
         if spelled:
             sizes[field] = table[spelled[0]]
+    if "rotary_base" in sizes:
+        sizes["rotary_base"] = _number(sizes["rotary_base"])
     if "num_kv_heads" not in sizes and "num_heads" in sizes:
         sizes["num_kv_heads"] = sizes["num_heads"]
     missing = [name for name in ("dim", "num_layers", "num_heads", "ffn_size", "vocab_size") if name not in sizes]
@@ -182,3 +235,11 @@ def _from_table(table: Mapping[str, Any], where: str) -> LlamaSizes:
         names = ", ".join("/".join(_SPELLINGS[name][:2]) for name in missing)
         raise SettingError(_OPERATION, f"{where} does not say {names}.", "Add it; all sizes of the model are needed.")
     return LlamaSizes(**sizes)
+
+
+def _number(value: object) -> float:
+    """`value`, a number or its text, as a float."""
+    try:
+        return float(str(value))
+    except ValueError:
+        raise SettingError(_OPERATION, f"rotary_base is {value!r}.", "Give a number above 0.") from None

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 from disttrain import settings
 from disttrain.errors import RendezvousError, StoreConnectionError, StoreTimeoutError
-from disttrain.process_group.joining import beside_torch
+from disttrain.process_group.joining import alone, beside_torch
 from disttrain.settings import Setting
 from disttrain.store import FileStore, PrefixStore, Store, TCPStore, read_token
 from disttrain.store.base import checked_store
@@ -38,6 +38,8 @@ class RendezvousInfo:
     port: int = 0
     path: str = ""
     """The file that is the store, for ranks that share a file system; then there is no host."""
+    is_alone: bool = False
+    """True for the only rank of a process that nobody launched: its store is a file of its own."""
     hosts_store: bool = False
     """True when this rank starts the store's server."""
     under_torchrun: bool = False
@@ -59,12 +61,17 @@ def find_rendezvous(
     store: Store | None,
     environ: Mapping[str, str] | None = None,
 ) -> RendezvousInfo:
-    """This rank and its job's store, from the arguments of init_process_group and the environment."""
+    """This rank and its job's store, from the arguments of init_process_group and the environment.
+
+    Where neither says anything, the process is the one rank of a job of its own.
+    """
     if store is not None:
         if init_method is not None:
             raise RendezvousError(_OPERATION, f"both store and init_method={init_method!r} are given.", "Give one.")
         checked_store(_OPERATION, store)
         return _checked(RendezvousInfo(rank, world_size))
+    if init_method in (None, "env://") and alone.is_alone(rank, world_size, environ):
+        return RendezvousInfo(0, 1, is_alone=True)
     return rendezvous_at(init_method or "env://", rank, world_size, environ)
 
 
@@ -116,9 +123,11 @@ def rendezvous_alone(rank: int, world_size: int, environ: Mapping[str, str] | No
 
 
 def _rendezvous_from_environment(rank: int, world_size: int, environ: Mapping[str, str] | None) -> RendezvousInfo:
+    store_address = settings.STORE.read(environ)
+    needed: list[Setting[Any]] = [settings.RANK] * (rank < 0) + [settings.WORLD_SIZE] * (world_size < 0)
+    _check_set(needed + [settings.MASTER_ADDR, settings.MASTER_PORT] * (store_address is None), environ)
     rank = _needed(settings.RANK, environ) if rank < 0 else rank
     world_size = _needed(settings.WORLD_SIZE, environ) if world_size < 0 else world_size
-    store_address = settings.STORE.read(environ)
     if store_address is not None:
         address, comma, standby = store_address.partition(",")
         host, port = _endpoint(address)
@@ -148,14 +157,23 @@ def _endpoint(text: str) -> Address:
 
 
 def _needed(setting: Setting[T | None], environ: Mapping[str, str] | None) -> T:
+    _check_set([setting], environ)
     value = setting.read(environ)
-    if value is None:
-        raise RendezvousError(
-            _OPERATION,
-            f"the environment variable {setting.name} is not set.",
-            "Start the script with disttrain-launch, or give rank, world_size and init_method='tcp://host:port'.",
-        )
+    assert value is not None
     return value
+
+
+def _check_set(needed: Sequence[Setting[Any]], environ: Mapping[str, str] | None) -> None:
+    """Raises RendezvousError with all variables that are missing, and those that are there and ask for them."""
+    missing = [setting.name for setting in needed if not setting.is_set(environ)]
+    if not missing:
+        return
+    known = [setting.name for setting in alone.OF_A_JOB if setting.is_set(environ)]
+    besides = f", but {' and '.join(known)} {'is' if len(known) == 1 else 'are'}" if known else ""
+    problem = f"in the environment {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set{besides}."
+    remedy = "Start the script with disttrain-launch, or give rank, world_size and init_method='tcp://host:port'."
+    unset = f" For one process by itself, unset {' and '.join(known)}." if known else ""
+    raise RendezvousError(_OPERATION, problem, remedy + unset)
 
 
 def _checked(info: RendezvousInfo, operation: str = _OPERATION) -> RendezvousInfo:
@@ -192,6 +210,8 @@ def meet(info: RendezvousInfo, prefix: str, timeout_s: float) -> Store:
 
 def open_store(info: RendezvousInfo, prefix: str, timeout_s: float, *, multi_tenant: bool = False) -> Store:
     """Connect to the store at `info`; rank 0 starts it where no launcher did, or joins it (`multi_tenant`)."""
+    if info.is_alone:
+        return alone.open_own(timeout_s)
     if info.path:
         return FileStore(info.path, info.world_size, timeout_s)
     if info.under_torchrun:

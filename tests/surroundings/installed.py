@@ -1,0 +1,40 @@
+"""The wheel, and an environment that has it and nothing else of ours, as somebody has who installs it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def built_wheel(folder: Path) -> Path:
+    """A wheel of this repository. Skips the test where nothing can build one."""
+    pytest.importorskip("hatchling", reason="hatchling, which builds the wheel, is not installed")
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def new_environment(folder: Path, wheel: Path) -> dict[str, str]:
+    """Variables by which a shell has a new environment's programs first.
+
+    What the wheel needs is found where this Python has it; but not disttrain, which is no package of these folders.
+    """
+    venv.create(folder)
+    python = folder / "bin" / "python"
+    (site,) = folder.glob("lib/python*/site-packages")
+    others = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (site / "others.pth").write_text("\n".join(others), encoding="utf-8")
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install"]
+    options = ["--quiet", "--no-index", "--no-deps", "--no-compile", "--ignore-installed"]
+    subprocess.run([*pip, *options, str(wheel)], check=True, capture_output=True)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("DISTTRAIN_", "OMP_", "PYTHON"))}
+    path = os.pathsep.join([str(folder / "bin"), kept.get("PATH", os.defpath)])
+    return {**kept, "PATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
