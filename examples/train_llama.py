@@ -7,7 +7,7 @@
     disttrain-launch --nnodes 2:3 --max-restarts 3 --rdzv-endpoint HOST0:29500 ... train_llama.py --out DIR --batch 48
 
 `train` is the whole story. What it tells lies in `llama/`: how the model is cut and placed (`parallel.py`), what a step
-computes (`steps.py`), which tokens are whose (`batches.py`), others' weights (`huggingface.py`), what you see.
+computes (`steps.py`), where tokens come from (`tokens.py`), others' weights (`huggingface.py`), what you see.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from pathlib import Path
 
 import torch
 from llama import flags as command_line
-from llama.batches import Batches
 from llama.flags import CHECKPOINTS
 from llama.huggingface import has_weights, load_weights, save_weights
-from llama.meshes import MeshPlan, make_mesh, replica_of
+from llama.meshes import MeshPlan, make_mesh
 from llama.model import Llama
 from llama.parallel import Ways, place
 from llama.ranks import is_alike, join, peak_memory_bytes, together
@@ -40,6 +39,7 @@ import disttrain
 from disttrain import kernels
 from disttrain.checkpoint import Checkpointer, set_training_state, training_state
 from disttrain.console import clock, short
+from disttrain.data import Loader, Prefetcher, Windows
 from disttrain.errors import CheckpointError, SettingError
 from disttrain.flight_recorder import StepSummaries, TensorBoardScalars, enable
 
@@ -59,17 +59,17 @@ TEMPERATURE = 0.8
 
 @dataclass
 class Run:
-    """What this rank trains with. `position`: the rows of the training text that are behind all ranks."""
+    """What this rank trains with. `batches` are those of its replica, without an end."""
 
     flags: Namespace
     device: torch.device
+    tokens: Tokens
     replica: int
-    batches: Batches
+    batches: Prefetcher
     model: Llama
     stepper: Stepper
     optimizer: torch.optim.Optimizer
     checkpointer: Checkpointer
-    position: int = 0
 
 
 def make_run(flags: Namespace, device: torch.device) -> Run:
@@ -90,8 +90,10 @@ def make_run(flags: Namespace, device: torch.device) -> Run:
         stepper = Pipelined(placed, mesh, flags.plan)
     optimizer = make_optimizer(placed.model, uses_kernels=flags.kernels)
     checkpointer = Checkpointer(flags.out / CHECKPOINTS, keep=2)
-    batches = Batches(tokens, flags.seq, flags.seed)
-    return Run(flags, device, replica_of(mesh), batches, placed.model, stepper, optimizer, checkpointer)
+    windows = Windows(tokens.training, flags.seq, seed=flags.seed)
+    loader = Loader(windows, flags.batch, mesh=mesh["replicate", "dp"], seed=flags.seed, endless=True)
+    batches = Prefetcher(loader, device)
+    return Run(flags, device, tokens, loader.replica, batches, placed.model, stepper, optimizer, checkpointer)
 
 
 def check_alike(flags: Namespace) -> None:
@@ -143,15 +145,12 @@ def learning_rate(step: int, num_steps: int, highest: float) -> float:
 
 def train_step(run: Run, rate: float) -> float:
     """One step of all ranks on the next rows; returns their mean loss."""
-    num_rows = run.flags.batch // run.flags.mesh.num_replicas
-    batch = run.batches.training(run.position + run.replica * num_rows, num_rows)
     for group in run.optimizer.param_groups:
         group["lr"] = rate
-    loss = run.stepper.train(batch.to(run.device))
+    loss = run.stepper.train(next(run.batches))
     run.stepper.clip(MAX_GRADIENT_NORM)
     run.optimizer.step()
     run.optimizer.zero_grad()
-    run.position += run.flags.batch
     return mean_loss(loss, run.flags.mesh)
 
 
@@ -159,7 +158,7 @@ def evaluate(run: Run) -> float:
     """The loss on held-out text, of which each replica takes its rows."""
     num_rows, num_in_all = run.flags.batch // run.flags.mesh.num_replicas, NUM_EVALUATION_BATCHES * run.flags.batch
     first_rows = range(run.replica * num_rows, num_in_all, run.flags.batch)
-    batches = [run.batches.held_out(first, num_rows, num_in_all) for first in first_rows]
+    batches = [run.tokens.held_out_rows(run.flags.seq, first, num_rows, num_in_all) for first in first_rows]
     losses = [run.stepper.loss(batch.to(run.device)) for batch in batches]
     return mean_loss(torch.stack(losses).mean(), run.flags.mesh)
 
@@ -191,8 +190,7 @@ def agreed(token: Tensor, *, is_known: bool) -> int:
 
 def state_of(run: Run) -> dict[str, object]:
     """What a checkpoint has: nothing in it depends on the mesh, so that any other can go on from it."""
-    position = {"rows": run.position, "tokens": run.batches.tokens.training.size}
-    return {**training_state(run.model, run.optimizer), "data": position}
+    return {**training_state(run.model, run.optimizer), "data": run.batches, "tokens": run.tokens.training.size}
 
 
 def resume(run: Run) -> int:
@@ -202,12 +200,11 @@ def resume(run: Run) -> int:
     if num_steps > run.flags.steps:
         problem = f"the run in {run.flags.out} has {num_steps} steps behind it, more than --steps {run.flags.steps}."
         raise SettingError("train_llama --resume", problem, "Give a larger --steps.")
-    saved, own_size = state["data"], run.batches.tokens.training.size
-    if saved["tokens"] != own_size:
-        problem = f"the run in {run.flags.out} has read a text of {saved['tokens']} tokens; now it has {own_size}."
+    saved_size, own_size = state["tokens"], run.tokens.training.size
+    if saved_size != own_size:
+        problem = f"the run in {run.flags.out} has read a text of {saved_size} tokens; now it has {own_size}."
         raise SettingError("train_llama --resume", problem, "Name the text as it was, or start another run.")
     set_training_state(run.model, run.optimizer, state)
-    run.position = saved["rows"]
     return num_steps
 
 
@@ -230,7 +227,7 @@ def train(flags: Namespace, device: torch.device) -> None:
     screen.show_facts(TITLE, describe(run))
     boards = [TensorBoardScalars(flags.out / TENSORBOARD)] if flags.tensorboard and is_first_rank else []
     summaries = StepSummaries(enable(), meter.take_summary, *boards)
-    with record, run.checkpointer:
+    with record, run.checkpointer, run.batches:
         for step in range(first_step, flags.steps):
             held_out_loss = None
             if step % flags.eval_every == 0:
@@ -249,8 +246,8 @@ def train(flags: Namespace, device: torch.device) -> None:
         held_out_loss = evaluate(run)
         screen.show_evaluation(held_out_loss)
         record.add(Row(flags.steps, None, held_out_loss))
-    tokenizer = run.batches.tokens.tokenizer
-    prompt = run.batches.tokens.prompt if flags.prompt is None else tokenizer.begin(flags.prompt.encode())
+    tokenizer = run.tokens.tokenizer
+    prompt = run.tokens.prompt if flags.prompt is None else tokenizer.begin(flags.prompt.encode())
     continuation = sample(run, prompt)
     if flags.export is not None:
         save_weights(run.model, flags.export, tokenizer)
@@ -262,7 +259,7 @@ def train(flags: Namespace, device: torch.device) -> None:
 
 def describe(run: Run) -> dict[str, str]:
     """What is trained on what."""
-    flags, tokens, config = run.flags, run.batches.tokens, run.model.config
+    flags, tokens, config = run.flags, run.tokens, run.model.config
     unit = f"{tokens.tokenizer.unit}s"
     device_name = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else "CPU"
     ways = [name for name in ("kernels", "recompute", "compile") if getattr(flags, name)]
