@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from disttrain.errors import DataError
 
 _NUM_ROUNDS = 4
 
 
-class Sample(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Sample:
     """A sample of the data, and the epoch that it is read in."""
 
     epoch: int

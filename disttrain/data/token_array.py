@@ -129,9 +129,10 @@ def _open_folder(folder: Path, part: str) -> TokenArray:
 
 def _map_npy(path: Path) -> np.ndarray:
     try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)
+        mapped: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise DataError("TokenArray.open", f"{path} is damaged: {error}.", "Make the file again.") from error
+    return mapped
 
 
 def _map_plain(path: Path, dtype: np.dtype) -> np.ndarray:

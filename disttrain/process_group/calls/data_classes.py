@@ -74,7 +74,7 @@ def _contents(value: object) -> Any:
 
 
 def _bits(value: enum.Enum) -> list[enum.Enum]:
-    members = list(value) if isinstance(value, enum.Flag) else []
+    members: list[enum.Enum] = [*value] if isinstance(value, enum.Flag) else []
     if not members:
         raise Unsendable(f"{value!r} is no member of its class with a name", "Send its value.")
     return members
@@ -84,7 +84,7 @@ def _filled(kind: Any, contents: Any) -> Any:
     if issubclass(kind, enum.Enum):
         return functools.reduce(operator.or_, [kind.__members__[name] for name in contents])
     if issubclass(kind, tuple):
-        if len(contents) != len(kind._fields):  # type: ignore[attr-defined]
+        if len(contents) != len(kind._fields):
             raise ValueError(f"it has {len(contents)} fields")
         return tuple.__new__(kind, contents)
     made = object.__new__(kind)
