@@ -25,6 +25,7 @@
     ├── CheckpointError              a save that cannot be written or read
     │   ├── CheckpointCorruptError       bytes that are not those that were saved
     │   └── StateDictError               a state dict that does not fit its model or optimizers (a RuntimeError too)
+    ├── DataError                    tokens, samples or batches that cannot be had as asked (a ValueError too)
     ├── FlightDumpError              a dump of the flight recorder that cannot be made, or not be read
     └── LaunchError                  a job that cannot be started, or a rank of `launch` that failed
 
@@ -192,6 +193,10 @@ class CheckpointCorruptError(CheckpointError):
 
 class StateDictError(CheckpointError, RuntimeError):
     """A state dict does not fit the model or the optimizers that it is for."""
+
+
+class DataError(DisttrainError, ValueError):
+    """Tokens, samples or batches cannot be had as asked."""
 
 
 class FlightDumpError(DisttrainError):

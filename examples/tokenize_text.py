@@ -6,13 +6,15 @@ python examples/tokenize_text.py TEXT_FOLDER SHARDS --tokenizer tokenizer.json
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from pathlib import Path
 
-from llama.shards import SIDES, ShardWriter, write_memo
-from llama.tokenizer import tokenizer_named
-from llama.tokens import read_text
+import numpy as np
+from llama.tokenizer import FILE_NAME, tokenizer_named
+from llama.tokens import SIDES, read_text
 
+from disttrain.data import TokenWriter
 from disttrain.errors import SettingError
 
 FILES_AT_ONCE = 256
@@ -34,17 +36,21 @@ def main() -> None:
         text = read_text(options.text)
     except SettingError as error:
         sys.exit(str(error))
-    options.shards.mkdir(parents=True)
-    num_tokens = {}
-    for side, files in zip(SIDES, (text.training, text.held_out), strict=True):
-        writer = ShardWriter(options.shards, side, options.shard_size)
-        for first in range(0, len(files), FILES_AT_ONCE):
-            # Not all at once, since tokens take more room than text.
-            writer.add(tokenizer.encode(files[first : first + FILES_AT_ONCE], follows=first > 0))
-        writer.close()
-        num_tokens[side] = writer.num_tokens
-        print(f"{side}: {writer.num_tokens} tokens in {writer.num_files} files")
-    write_memo(options.shards, tokenizer, text.num_files, num_tokens)
+    about = {
+        "tokenizer": FILE_NAME if tokenizer.path is not None else tokenizer.name,
+        "vocabulary_size": tokenizer.vocabulary_size,
+        "num_text_files": text.num_files,
+    }
+    dtype = np.min_scalar_type(max(0, tokenizer.vocabulary_size - 1))
+    with TokenWriter(options.shards, dtype, shard_size=options.shard_size, about=about) as writer:
+        if tokenizer.path is not None:
+            shutil.copyfile(tokenizer.path, options.shards / FILE_NAME)
+        for side, files in zip(SIDES, (text.training, text.held_out), strict=True):
+            for first in range(0, len(files), FILES_AT_ONCE):
+                # Not all at once, since tokens take more room than text.
+                writer.add(tokenizer.encode(files[first : first + FILES_AT_ONCE], follows=first > 0), side)
+    for side in SIDES:
+        print(f"{side}: {writer.num_tokens[side]} tokens in {writer.num_files[side]} files")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
     disttrain-launch --nnodes 2:3 --max-restarts 3 --rdzv-endpoint HOST0:29500 ... train_llama.py --out DIR --batch 48
 
 `train` is the whole story. What it tells lies in `llama/`: how the model is cut and placed (`parallel.py`), what a step
-computes (`steps.py`), which tokens are whose (`batches.py`), others' weights (`huggingface.py`), what you see.
+computes (`steps.py`), where tokens come from (`tokens.py`), others' weights (`huggingface.py`), what you see.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from pathlib import Path
 
 import torch
 from llama import flags as command_line
-from llama.batches import Batches
 from llama.flags import CHECKPOINTS
 from llama.huggingface import has_weights, load_weights, save_weights
-from llama.meshes import MeshPlan, make_mesh, replica_of
+from llama.meshes import MeshPlan, make_mesh
 from llama.model import Llama
 from llama.parallel import Ways, place
 from llama.ranks import is_alike, join, peak_memory_bytes, together
@@ -42,6 +41,7 @@ import disttrain
 from disttrain import kernels
 from disttrain.checkpoint import Checkpointer, set_training_state, training_state
 from disttrain.console import clock, short
+from disttrain.data import Loader, Prefetcher, Windows
 from disttrain.errors import CheckpointError, SettingError
 from disttrain.flight_recorder import StepSummaries, enable
 from disttrain.trackers import Tracking, track
@@ -62,17 +62,17 @@ TEMPERATURE = 0.8
 
 @dataclass
 class Run:
-    """What this rank trains with. `position`: the rows of the training text that are behind all ranks."""
+    """What this rank trains with. `batches` are those of its replica, without an end."""
 
     flags: Namespace
     device: torch.device
+    tokens: Tokens
     replica: int
-    batches: Batches
+    batches: Prefetcher
     model: Llama
     stepper: Stepper
     optimizer: torch.optim.Optimizer
     checkpointer: Checkpointer
-    position: int = 0
 
 
 def make_run(flags: Namespace, device: torch.device) -> Run:
@@ -93,8 +93,10 @@ def make_run(flags: Namespace, device: torch.device) -> Run:
         stepper = Pipelined(placed, mesh, flags.plan)
     optimizer = make_optimizer(placed.model, uses_kernels=flags.kernels)
     checkpointer = Checkpointer(flags.out / CHECKPOINTS, keep=2)
-    batches = Batches(tokens, flags.seq, flags.seed)
-    return Run(flags, device, replica_of(mesh), batches, placed.model, stepper, optimizer, checkpointer)
+    windows = Windows(tokens.training, flags.seq, seed=flags.seed)
+    loader = Loader(windows, flags.batch, mesh=mesh["replicate", "dp"], seed=flags.seed, endless=True)
+    batches = Prefetcher(loader, device)
+    return Run(flags, device, tokens, loader.replica, batches, placed.model, stepper, optimizer, checkpointer)
 
 
 def check_alike(flags: Namespace) -> None:
@@ -146,15 +148,12 @@ def learning_rate(step: int, num_steps: int, highest: float) -> float:
 
 def train_step(run: Run, rate: float) -> float:
     """One step of all ranks on the next rows; returns their mean loss."""
-    num_rows = run.flags.batch // run.flags.mesh.num_replicas
-    batch = run.batches.training(run.position + run.replica * num_rows, num_rows)
     for group in run.optimizer.param_groups:
         group["lr"] = rate
-    loss = run.stepper.train(batch.to(run.device))
+    loss = run.stepper.train(next(run.batches))
     run.stepper.clip(MAX_GRADIENT_NORM)
     run.optimizer.step()
     run.optimizer.zero_grad()
-    run.position += run.flags.batch
     return mean_loss(loss, run.flags.mesh)
 
 
@@ -162,7 +161,7 @@ def evaluate(run: Run) -> float:
     """The loss on held-out text, of which each replica takes its rows."""
     num_rows, num_in_all = run.flags.batch // run.flags.mesh.num_replicas, NUM_EVALUATION_BATCHES * run.flags.batch
     first_rows = range(run.replica * num_rows, num_in_all, run.flags.batch)
-    batches = [run.batches.held_out(first, num_rows, num_in_all) for first in first_rows]
+    batches = [run.tokens.held_out_rows(run.flags.seq, first, num_rows, num_in_all) for first in first_rows]
     losses = [run.stepper.loss(batch.to(run.device)) for batch in batches]
     return mean_loss(torch.stack(losses).mean(), run.flags.mesh)
 
@@ -204,8 +203,7 @@ def agreed(token: Tensor, *, is_known: bool) -> int:
 
 def state_of(run: Run) -> dict[str, object]:
     """What a checkpoint has: nothing in it depends on the mesh, so that any other can go on from it."""
-    position = {"rows": run.position, "tokens": run.batches.tokens.training.size}
-    return {**training_state(run.model, run.optimizer), "data": position}
+    return {**training_state(run.model, run.optimizer), "data": run.batches, "tokens": run.tokens.training.size}
 
 
 def resume(run: Run) -> int:
@@ -215,12 +213,11 @@ def resume(run: Run) -> int:
     if num_steps > run.flags.steps:
         problem = f"the run in {run.flags.out} has {num_steps} steps behind it, more than --steps {run.flags.steps}."
         raise SettingError("train_llama --resume", problem, "Give a larger --steps.")
-    saved, own_size = state["data"], run.batches.tokens.training.size
-    if saved["tokens"] != own_size:
-        problem = f"the run in {run.flags.out} has read a text of {saved['tokens']} tokens; now it has {own_size}."
+    saved_size, own_size = state["tokens"], run.tokens.training.size
+    if saved_size != own_size:
+        problem = f"the run in {run.flags.out} has read a text of {saved_size} tokens; now it has {own_size}."
         raise SettingError("train_llama --resume", problem, "Name the text as it was, or start another run.")
     set_training_state(run.model, run.optimizer, state)
-    run.position = saved["rows"]
     return num_steps
 
 
@@ -251,7 +248,7 @@ def train(flags: Namespace, device: torch.device) -> None:
     tracking = track(*trackers, folder=flags.out / CHECKPOINTS, first_step=first_step, config=command_line.kept(flags))
     summaries = StepSummaries(enable(), meter.take_summary, tracking.take_summary)
     profiler = None if flags.profile is None else disttrain.profile(flags.profile, wait=4, warmup=1, active=3)
-    with record, tracking, run.checkpointer, profiler or nullcontext():
+    with record, tracking, run.checkpointer, run.batches, profiler or nullcontext():
         for step in range(first_step, flags.steps):
             held_out_loss = None
             if step % flags.eval_every == 0:
@@ -271,8 +268,8 @@ def train(flags: Namespace, device: torch.device) -> None:
                 profiler.step()
         held_out_loss = show_held_out(run, meter, screen, tracking)
         record.add(Row(flags.steps, None, held_out_loss))
-    tokenizer = run.batches.tokens.tokenizer
-    prompt = run.batches.tokens.prompt if flags.prompt is None else tokenizer.begin(flags.prompt.encode())
+    tokenizer = run.tokens.tokenizer
+    prompt = run.tokens.prompt if flags.prompt is None else tokenizer.begin(flags.prompt.encode())
     continuation = sample(run, prompt)
     if flags.export is not None:
         save_weights(run.model, flags.export, tokenizer)
@@ -286,7 +283,7 @@ def train(flags: Namespace, device: torch.device) -> None:
 
 def describe(run: Run) -> dict[str, str]:
     """What is trained on what."""
-    flags, tokens, config = run.flags, run.batches.tokens, run.model.config
+    flags, tokens, config = run.flags, run.tokens, run.model.config
     unit = f"{tokens.tokenizer.unit}s"
     device_name = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else "CPU"
     ways = [name for name in ("kernels", "recompute", "compile") if getattr(flags, name)]

@@ -17,6 +17,7 @@ from disttrain.fsdp2.faults.lone_errors import tell_of
 from disttrain.fsdp2.faults.stale_graphs import written_to
 from disttrain.fsdp2.machine.commands import Commands
 from disttrain.fsdp2.machine.model import Backward, Model
+from disttrain.fsdp2.modules.statistics import RunningStatistics
 from disttrain.fsdp2.modules.structure import Structure
 from disttrain.fsdp2.runner import run
 from disttrain.fsdp2.transfers.comm import Comm
@@ -48,6 +49,8 @@ class RootContext:
         self.comm = comm
         self.model = Model(root.unit, [state.unit for state in states])
         self.structure = Structure(root.modules)
+        meshes = (group.sharding.mesh for group in chain.from_iterable(state.groups for state in (root, *states)))
+        self.statistics = RunningStatistics(root.modules, next(meshes, None))
         self._backward: weakref.ref[partial[None]] | None = None
         for state in states:
             state.context = self

@@ -18,6 +18,7 @@ from disttrain.fsdp2._torch import compile_forward_alone, own_parameters
 from disttrain.fsdp2.module import FSDPModule
 from disttrain.fsdp2.modules.parametrized import keep_parametrizations
 from disttrain.fsdp2.modules.structure import unmanaged_modules
+from disttrain.fsdp2.modules.sync_batch_norm import on_cpus
 from disttrain.fsdp2.params.extensions import ExtensionGroup, has_gather_hooks
 from disttrain.fsdp2.params.param import Owner, ShardedParam, check_can_shard
 from disttrain.fsdp2.params.param_group import ParamGroup
@@ -117,6 +118,8 @@ def fully_shard(
     left_alone = {(child, name) for child in unmanaged_modules(together) for name, _ in own_parameters(child)} - taken
     transfers = transfer_policy if transfer_policy is not None else TransferPolicy()
     state = ShardState(modules, groups, policy, device, reshard_after_forward, left_alone, transfers)
+    for child in unmanaged_modules(together):
+        on_cpus(child)
     for each in modules:
         compile_forward_alone(each)
         set_state(each, state)

@@ -236,10 +236,12 @@ class ShardState:
         if context is None:
             return outputs
         model = context.model
-        if model.leaves_forward(unit):
-            context.comm.ready = None
         # After an exception there is no backward to keep anything for.
         has_failed = outputs is None and sys.exception() is not None
+        if model.leaves_forward(unit):
+            context.comm.ready = None
+            if not has_failed:
+                context.statistics.share()
         grad_will_come = torch.is_grad_enabled() and not has_failed
         num_outputs = num_watched = 0
         written = written_since(() if has_failed or unit.num_running > 1 else self.groups)

@@ -12,6 +12,7 @@ from torch import nn
 from disttrain.arguments import arguments_of
 from disttrain.dtensor import DTensor
 from disttrain.errors import ScheduleError
+from disttrain.lazy_names import absent_names
 from disttrain.mesh import DeviceMesh
 from disttrain.pipelining.runtime.message_metadata import form_of
 from disttrain.pipelining.runtime.refusing import refusing
@@ -81,6 +82,15 @@ class PipelineStage:
             self._check(dw_builder)
         self.input_form = None if input_args is None else form_of(as_arguments(input_args))[0].without_grad()
         self.output_form = None if output_args is None else form_of(output_args)[0].without_grad()
+
+    def __getattr__(self, name: str) -> Any:
+        """Tells schedules of torch's, which ask a stage of theirs for more, whose this one is."""
+        problem = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if ("disttrain.pipelining", f"PipelineStage.{name}") in absent_names():
+            problem += (
+                ", which torch's stage has: this one is disttrain's. Run it by a schedule of disttrain.pipelining"
+            )
+        raise AttributeError(problem)
 
     @property
     def group_rank(self) -> int:

@@ -81,8 +81,3 @@ def make_mesh(plan: MeshPlan, device: torch.device) -> disttrain.DeviceMesh:
     """All four axes, those of one rank too."""
     sizes = asdict(plan)
     return disttrain.init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-
-
-def replica_of(mesh: disttrain.DeviceMesh) -> int:
-    """Which part of each batch is this rank's."""
-    return mesh.get_local_rank("replicate") * mesh.size(2) + mesh.get_local_rank("dp")

@@ -10,14 +10,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import torch
+
+from disttrain.data import TokenArray, read_manifest
 from disttrain.errors import SettingError
-from llama.shards import MEMO, SIDES, Shards, open_shards, read_memo
 from llama.tokenizer import FILE_END, FILE_NAME, ByteTokenizer, Tokenizer, tokenizer_named
 
 SKIPPED_FOLDERS = frozenset({"__pycache__", "dist-packages", "idle_test", "site-packages", "test", "tests"})
 HELD_OUT_EVERY = 20
 """One file in so many is never trained on."""
 NUM_PROMPT_TOKENS = 48
+SIDES = ("training", "held-out")
 MARK = bytes([FILE_END])
 """A file with it is no text."""
 
@@ -29,9 +33,15 @@ class Tokens:
     name: str
     num_files: int
     tokenizer: Tokenizer
-    training: Shards
-    held_out: Shards
+    training: TokenArray
+    held_out: TokenArray
     prompt: tuple[int, ...]
+
+    def held_out_rows(self, length: int, first: int, num_rows: int, num_in_all: int) -> torch.Tensor:
+        """Rows of `length` + 1 tokens, from number `first` on, of all that are spread evenly over the held-out text."""
+        starts = np.linspace(0, self.held_out.size - length - 1, num_in_all).astype(np.int64)[first : first + num_rows]
+        rows = [self.held_out.read(start, length + 1) for start in starts.tolist()]
+        return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
 @dataclass(frozen=True)
@@ -50,7 +60,7 @@ def read_tokens(data: str | None, tokenizer: str, seq_size: int) -> Tokens:
     Shards have their own tokenizer: with them `tokenizer` is bytes, its default, or the same.
     Raises: SettingError when there is too little of it for windows of `seq_size` + 1 tokens, or shards are not whole.
     """
-    if data is not None and (Path(data) / MEMO).is_file():
+    if data is not None and (Path(data) / "shards.json").is_file():
         tokens = _from_shards(Path(data), tokenizer)
     else:
         tokens = _from_text(read_text(data), tokenizer_named(tokenizer), has_default_prompt=data is None)
@@ -83,27 +93,30 @@ def read_text(folder: str | None) -> Text:
 
 
 def _from_text(text: Text, tokenizer: Tokenizer, *, has_default_prompt: bool) -> Tokens:
-    training, held_out = (Shards([tokenizer.encode(side)]) for side in (text.training, text.held_out))
+    training, held_out = (TokenArray([tokenizer.encode(side)]) for side in (text.training, text.held_out))
     start = tokenizer.begin(b"    def __init__(self") if has_default_prompt else _prompt_of(held_out)
     return Tokens(text.name, text.num_files, tokenizer, training, held_out, tuple(start))
 
 
 def _from_shards(folder: Path, tokenizer: str) -> Tokens:
-    memo = read_memo(folder)
-    name = memo["tokenizer"]
+    manifest = read_manifest(folder)
+    if not isinstance(manifest.get("tokenizer"), str) or not isinstance(manifest.get("num_text_files"), int):
+        problem = f"shards.json in {folder} does not say of which tokenizer the tokens are, or of how many files."
+        raise SettingError("train_llama --data", problem, "Make the shards by examples/tokenize_text.py.")
+    name = manifest["tokenizer"]
     own = tokenizer_named(str(folder / name) if name == FILE_NAME else name)
     if tokenizer != ByteTokenizer.name and not _is_same(own, tokenizer_named(tokenizer)):
         problem = f"{folder} has tokens of its own {name}, not of {tokenizer}."
         raise SettingError("train_llama --tokenizer", problem, "Leave --tokenizer out, or make shards with that one.")
-    training, held_out = (open_shards(folder, side, memo) for side in SIDES)
-    return Tokens(str(folder), memo["num_text_files"], own, training, held_out, tuple(_prompt_of(held_out)))
+    training, held_out = (TokenArray.open(folder, side) for side in SIDES)
+    return Tokens(str(folder), manifest["num_text_files"], own, training, held_out, tuple(_prompt_of(held_out)))
 
 
 def _is_same(one: Tokenizer, other: Tokenizer) -> bool:
     return one.path is not None and other.path is not None and one.path.read_bytes() == other.path.read_bytes()
 
 
-def _prompt_of(side: Shards) -> list[int]:
+def _prompt_of(side: TokenArray) -> list[int]:
     return [int(token) for token in side.read(0, min(NUM_PROMPT_TOKENS, side.size))]
 
 

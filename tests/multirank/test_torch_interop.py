@@ -371,6 +371,9 @@ def test_torchs_functional_collectives_run_too() -> None:
     assert torch.equal(gathered, torch.cat([torch.arange(4.0), torch.arange(4.0) + 1]))
     scattered = functional.wait_tensor(functional.reduce_scatter_tensor(values, "sum", 0, group))
     assert torch.equal(scattered, (torch.arange(4.0) * size + 1).chunk(size)[rank])
+    assert torch.equal(disttrain.process_group.functional.all_reduce(values, "sum", group), summed)
+    with pytest.raises(GroupError, match=r"all_reduce: the group is a torch\..*, and none of this job's\. Make it by"):
+        disttrain.process_group.functional.all_reduce(values, "sum", dist.new_group([0, 1]))
 
 
 @on_ranks(2)

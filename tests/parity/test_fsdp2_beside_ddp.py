@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import train_llama
-from llama.batches import Batches
 from llama.config import PRESETS
 from llama.meshes import parse_mesh
 from llama.model import Llama
@@ -19,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import disttrain
+from disttrain.data import Loader, Windows
 from disttrain.dtensor import DTensor
 from disttrain.store import PrefixStore
 from disttrain.testing import RankPool
@@ -53,10 +53,10 @@ def run(kind: str) -> dict[str, Any]:
     optimizer = train_llama.make_optimizer(model, uses_kernels=False)
     plan = parse_mesh("dp=2", NUM_RANKS)
     loss_of = Loss(PRESETS["tiny"], train_llama.make_mesh(plan, torch.device("cpu"))["tp"], is_lean=False)
-    batches = Batches(read_tokens(str(Path(train_llama.__file__).parent), "bytes", 32), 32, SEED)
+    windows = Windows(read_tokens(str(Path(train_llama.__file__).parent), "bytes", 32).training, 32, seed=SEED)
+    batches = Loader(windows, NUM_RANKS * ROWS, seed=SEED, endless=True)
     losses = []
-    for step in range(NUM_STEPS):
-        rows = batches.training((step * NUM_RANKS + disttrain.get_rank()) * ROWS, ROWS)
+    for step, rows in zip(range(NUM_STEPS), batches, strict=False):
         for group in optimizer.param_groups:
             group["lr"] = train_llama.learning_rate(step, NUM_STEPS, 0.003)
         loss = loss_of(model(rows[:, :-1]), rows[:, 1:])

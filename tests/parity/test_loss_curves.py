@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import train_llama
-from llama.batches import Batches
 from llama.config import config_named
 from llama.model import Llama
 from llama.tokens import read_tokens
 
+from disttrain.data import Loader, Windows
 from disttrain.testing import RankPool
 from tests.cases.llama import SIZES, losses, trained, write_text
 
@@ -28,7 +28,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def curve_of_plain_torch(text: Path) -> list[float]:
     """No ranks, nothing sharded."""
-    batches = Batches(read_tokens(str(text), "bytes", LENGTH), LENGTH, SEED)
+    windows = Windows(read_tokens(str(text), "bytes", LENGTH).training, LENGTH, seed=SEED)
+    batches = Loader(windows, BATCH_SIZE, replica=0, num_replicas=1, seed=SEED, endless=True)
     model = Llama(config_named(SIZES))
     model.init(SEED)
     matrices, gains = (
@@ -37,8 +38,7 @@ def curve_of_plain_torch(text: Path) -> list[float]:
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
     curve = []
-    for step in range(NUM_STEPS):
-        batch = batches.training(step * BATCH_SIZE, BATCH_SIZE)
+    for step, batch in zip(range(NUM_STEPS), batches, strict=False):
         loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import datetime as dt
+import enum
+import sys
 import uuid
-from collections import Counter, OrderedDict, defaultdict
+from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict, deque
+from dataclasses import dataclass, field
 from decimal import Decimal
 from fractions import Fraction
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PureWindowsPath
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from zoneinfo import ZoneInfo
 
+import msgpack
 import numpy as np
 import pytest
 import torch
@@ -90,6 +97,16 @@ def test_a_transposed_tensor_and_an_array() -> None:
         np.str_("text"),
         2**70,
         -(2**63) - 1,
+        deque([1, {2}], maxlen=3),
+        Namespace(lr=0.1, names=["a"]),
+        SimpleNamespace(a=(1, 2)),
+        dt.UTC,
+        dt.timezone(dt.timedelta(hours=2), "here"),
+        dt.datetime(2020, 10, 25, 2, 30, tzinfo=ZoneInfo("Europe/Berlin"), fold=1),
+        PureWindowsPath("a/b"),
+        np.dtype("float32"),
+        torch.strided,
+        torch.channels_last,
     ],
     ids=repr,
 )
@@ -97,6 +114,10 @@ def test_plain_classes_come_back_as_they_were(value: Any) -> None:
     (found,) = unpack(pack([value]))
     assert type(found) is type(value)
     assert found == value
+    if isinstance(value, dt.datetime):
+        assert (found.tzinfo, found.fold) == (value.tzinfo, value.fold)
+    if isinstance(value, deque):
+        assert found.maxlen == value.maxlen
     if isinstance(value, dict):
         assert list(found.items()) == list(value.items())
         assert getattr(found, "default_factory", None) is getattr(value, "default_factory", None)
@@ -121,3 +142,145 @@ def test_sets_are_alike_on_ranks_that_hash_texts_otherwise() -> None:
 def test_anything_else_is_refused(value: object) -> None:
     with pytest.raises(ShapeError, match="cannot travel"):
         pack(value)
+
+
+class Color(enum.Enum):
+    RED = "red"
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+class Mode(enum.StrEnum):
+    TRAIN = "train"
+
+
+class Access(enum.Flag):
+    READ = enum.auto()
+    WRITE = enum.auto()
+
+
+class Point(NamedTuple):
+    x: float
+    color: Color
+
+
+@dataclass
+class Config:
+    lr: float
+    points: list[Point] = field(default_factory=list)
+    num_made: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.num_made = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    mode: Mode
+    inner: Config | None = None
+
+    @dataclass
+    class Inner:
+        size: int
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Color.RED,
+        Level.LOW,
+        Mode.TRAIN,
+        Access.READ | Access.WRITE,
+        Point(1.5, Color.RED),
+        Frozen(Mode.TRAIN, Config(0.5, [Point(0.0, Color.RED)])),
+        Frozen.Inner(3),
+        {Color.RED: {Level.LOW}, Point(1.0, Color.RED): (Access.READ,)},
+    ],
+    ids=repr,
+)
+def test_objects_that_are_data_come_back_as_what_they_were(value: Any) -> None:
+    found = unpack(pack([value], with_classes=True), with_classes=True)[0]
+    assert type(found) is type(value)
+    assert found == value
+
+
+def test_no_code_of_a_class_runs_when_its_object_comes() -> None:
+    config = Config(0.5)
+    config.num_made = 7
+    found = unpack(pack(config, with_classes=True), with_classes=True)
+    assert (found.num_made, found) == (7, config)
+
+
+def test_files_name_no_classes() -> None:
+    for value in (Color.RED, Config(0.5)):
+        with pytest.raises(ShapeError, match="is neither plain, a tensor nor an array"):
+            pack(value)
+        with pytest.raises(ShapeError, match="extension type 7 is unknown"):
+            unpack(pack(value, with_classes=True))
+
+
+@dataclass
+class Closing:
+    path: str
+
+    def __del__(self) -> None: ...
+
+
+@dataclass
+class Mapping(dict[str, int]):
+    size: int
+
+
+def local_class() -> object:
+    @dataclass
+    class Local:
+        size: int
+
+    return Local(1)
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        (local_class(), r"Local is not found by its name: it is defined in a function.*top of a module\."),
+        (Closing("x"), r"Closing does something at its end \(__del__\)\. Send dataclasses\.asdict\(value\)"),
+        (Mapping(3), r"Mapping is no plain dataclass\. Send"),
+        (Access(0), r"<Access: 0> is no member of its class with a name\. Send its value\."),
+        (torch.nn.Linear(1, 1), r"Linear is neither plain, .*\. Send its state_dict\(\), and load that there\."),
+        (ValueError("x"), r"ValueError is neither plain.*\. Send its text: str\(error\)"),
+        (lambda: None, r"function is neither plain.*\. Send its name, and have the function or class on each rank\."),
+        (Config, r"type is neither plain.*\. Send its name"),
+        (torch.Generator(), r"Generator is neither plain.*\. Send its get_state\(\)"),
+        (Path, r"Send its name"),
+        (
+            type("Text", (str,), {})("x"),
+            r"Text is neither plain.*\. Send it as what it is derived from: str\(value\)\.",
+        ),
+        (type("Own", (), {})(), r"Own is neither plain.*\. Send its attributes, vars\(value\)"),
+        ([1, [object()]], r"object is neither plain.*\. Send plain values"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else type(value).__name__,
+)
+def test_what_cannot_travel_says_what_to_send_instead(value: object, sentence: str) -> None:
+    with pytest.raises(ShapeError, match=sentence):
+        pack(value, with_classes=True)
+
+
+def test_a_class_that_the_receiver_has_not_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = [pack(value, with_classes=True) for value in (Config(0.5), Color.RED)]
+    monkeypatch.setattr(sys.modules[__name__], "Config", print)
+    monkeypatch.setattr(Color, "_member_map_", {})
+    with pytest.raises(
+        ShapeError, match=r"Config has come, a class that this process has not loaded\. Import .* on all"
+    ):
+        unpack(packed[0], with_classes=True)
+    with pytest.raises(ShapeError, match=r"Color has come that this process cannot build: 'RED'"):
+        unpack(packed[1], with_classes=True)
+    # Whatever the sender names: nothing is called, nothing is imported.
+    for module, name in (("os", "system"), ("subprocess", "Popen"), ("antigravity", "x"), ("builtins", "eval")):
+        forged = msgpack.packb(msgpack.ExtType(7, pack([module, name, {"args": "true"}])))
+        with pytest.raises(ShapeError, match=r"has not loaded|cannot build"):
+            unpack(forged, with_classes=True)
+    assert "antigravity" not in sys.modules

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp  # torch.ops.fsdp
+import torch.distributed.pipelining
 from torch import nn
 
 import disttrain
-from disttrain import checkpoint, dtensor, fsdp2, tp
+from disttrain import checkpoint, dtensor, fsdp2, pipelining, tp
 from disttrain.dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from disttrain.errors import (
     CheckpointError,
@@ -187,3 +189,22 @@ def test_errors_travel_as_pickles() -> None:
         3,
         "mesh",
     )
+
+
+def test_torchs_fully_shard_on_a_sharded_module_hears_whose_its_parameters_are(mesh: disttrain.DeviceMesh) -> None:
+    """What its gather calls, when it takes our parameters for plain ones."""
+    ours = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    with pytest.raises(
+        LayoutError, match=r"torch's fully_shard computes with a parameter that disttrain has sharded\. Take"
+    ):
+        torch.ops.fsdp.all_gather_copy_in([ours], torch.empty(16), [16], 16, 0)
+
+
+def test_torchs_schedule_hears_whose_a_stage_is(mesh: disttrain.DeviceMesh) -> None:
+    stage = pipelining.PipelineStage(nn.Linear(2, 2), 0, 1, "cpu")
+    schedule = torch.distributed.pipelining.ScheduleGPipe(stage, 1)  # type: ignore[arg-type]
+    with pytest.raises(
+        AttributeError, match=r"this one is disttrain's\. Run it by a schedule of disttrain\.pipelining"
+    ):
+        schedule.step(torch.ones(2, 2))
+    assert not hasattr(stage, "nonsense")

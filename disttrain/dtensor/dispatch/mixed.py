@@ -84,6 +84,13 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 def meets_plain(facts: OpFacts, tensors: Sequence[torch.Tensor]) -> LayoutError:
     """The error for plain tensors beside DTensors."""
+    if facts.name.startswith("fsdp."):
+        return LayoutError(
+            facts.name,
+            "torch's fully_shard computes with a parameter that disttrain has sharded.",
+            "Take fully_shard from disttrain.fsdp2 for all modules of a model, or from torch for all.",
+            rank=mesh_of(tensors).world.rank,
+        )
     shape = max((tuple(tensor.shape) for tensor in tensors if is_plain(tensor)), key=len)
     return LayoutError(
         facts.name,

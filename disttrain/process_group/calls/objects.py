@@ -28,8 +28,8 @@ _PACKED, _REASON = b"\x00", b"\x01"
 def all_gather_object(object_list: MutableSequence[Any], obj: Any, group: ProcessGroup | None = None) -> None:
     """Put every rank's `obj`, in group order, into `object_list`, which has one place per rank.
 
-    Values are what `packing.pack` takes: plain values, lists, tuples, dicts, arrays, and tensors, which arrive on the
-    CPU.
+    Values are what `packing.pack` takes: plain values, lists, tuples, dicts, sets, dates, paths, arrays, dataclasses,
+    enums and named tuples, and tensors, which arrive on the CPU.
     Raises: ShapeError, on every rank, when one rank's value cannot be packed; on this one for a list of another length.
     Collective: every rank of the group, in the same order.
     """
@@ -221,9 +221,9 @@ def _device(group: ProcessGroup) -> torch.device:
 def _packed(value: Any) -> bytes:
     """The value, or the reason why it cannot travel."""
     try:
-        return _PACKED + pack(value)
+        return _PACKED + pack(value, with_classes=True)
     except ShapeError as error:
-        return _REASON + error.problem.encode()
+        return _REASON + pack([error.problem, error.remedy])
 
 
 def _padded(data: bytes, size: int, device: torch.device) -> torch.Tensor:
@@ -240,7 +240,7 @@ def _restored(
     packed = [part.cpu().numpy().tobytes() for part in parts]
     for sender, data in zip(range(len(parts)) if senders is None else senders, packed, strict=True):
         _check_packed(operation, group, sender, data)
-    return [unpack(data[1:]) for data in packed]
+    return [unpack(data[1:], with_classes=True) for data in packed]
 
 
 def _raise_own(operation: str, group: ProcessGroup, packed: bytes) -> None:
@@ -250,12 +250,9 @@ def _raise_own(operation: str, group: ProcessGroup, packed: bytes) -> None:
 
 def _check_packed(operation: str, group: ProcessGroup, sender: int, data: bytes) -> None:
     if data[:1] == _REASON:
-        raise ShapeError(
-            operation,
-            f"rank {group.ranks[sender]} has no value that can travel: {data[1:].decode()}",
-            "Send plain values, tensors or arrays.",
-            rank=group.world.rank,
-        )
+        reason, remedy = unpack(data[1:])
+        problem = f"rank {group.ranks[sender]} has no value that can travel: {reason}"
+        raise ShapeError(operation, problem, remedy, rank=group.world.rank)
 
 
 def _check_target(name: str, values: object) -> None:

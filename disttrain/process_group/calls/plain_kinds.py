@@ -1,6 +1,7 @@
 """Python's plain classes that msgpack has no type for: each as a value of lists, numbers and texts, and back.
 
-A class goes by its number, from the table here, never by its name: nothing is looked up that a sender chose.
+A class goes by its number, from the table here, never by its name: nothing is looked up that a sender, or a file,
+chose.
 """
 
 from __future__ import annotations
@@ -8,12 +9,16 @@ from __future__ import annotations
 import datetime as dt
 import pathlib
 import uuid
-from collections import Counter, OrderedDict, defaultdict
+from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from decimal import Decimal
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from zoneinfo import ZoneInfo
 
+import numpy as np
 import torch
 
 
@@ -56,6 +61,43 @@ def _sorted(value: Any) -> list[Any]:
     return sorted(value, key=lambda item: (type(item).__name__, repr(item)))
 
 
+def _datetime(value: dt.datetime) -> Any:
+    if not isinstance(value.tzinfo, ZoneInfo):
+        return value.isoformat()
+    return [value.replace(tzinfo=None).isoformat(), value.tzinfo, value.fold]
+
+
+def _datetime_again(parts: Any) -> dt.datetime:
+    if isinstance(parts, str):
+        return dt.datetime.fromisoformat(parts)
+    text, zone, fold = parts
+    return dt.datetime.fromisoformat(text).replace(tzinfo=zone, fold=fold)
+
+
+def _zone_name(zone: ZoneInfo) -> str:
+    if zone.key is None:
+        raise TypeError(f"{zone} has no name")
+    return zone.key
+
+
+def _named(kind: type) -> Callable[[str], Any]:
+    """From the name of a value that torch has by itself, such as torch.strided, to the value."""
+
+    def find(text: str) -> Any:
+        value = getattr(torch, text.removeprefix("torch."), None)
+        if not isinstance(value, kind):
+            raise ValueError(f"{text} is unknown to this torch")
+        return value
+
+    return find
+
+
+def _plain_dtype(dtype: np.dtype) -> str:
+    if dtype.hasobject or dtype.names is not None:
+        raise TypeError(f"{dtype} is a dtype of objects, or of fields")
+    return dtype.str
+
+
 KINDS = (
     Kind(set, _sorted, set),
     Kind(frozenset, _sorted, frozenset),
@@ -65,7 +107,7 @@ KINDS = (
     Kind(defaultdict, lambda value: [_factory_name(value), _items(value)], _defaultdict),
     Kind(range, lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts)),
     Kind(slice, lambda value: [value.start, value.stop, value.step], lambda parts: slice(*parts)),
-    Kind(dt.datetime, dt.datetime.isoformat, dt.datetime.fromisoformat),
+    Kind(dt.datetime, _datetime, _datetime_again),
     Kind(dt.date, dt.date.isoformat, dt.date.fromisoformat),
     Kind(dt.time, dt.time.isoformat, dt.time.fromisoformat),
     Kind(
@@ -82,5 +124,14 @@ KINDS = (
     Kind(torch.device, str, torch.device),
     # Of more than 64 bits, which generators of numpy have in their states; others are msgpack's own.
     Kind(int, hex, lambda text: int(text, 16)),
+    Kind(deque, lambda value: [list(value), value.maxlen], lambda parts: deque(*parts)),
+    Kind(Namespace, vars, lambda names: Namespace(**names)),
+    Kind(SimpleNamespace, vars, lambda names: SimpleNamespace(**names)),
+    Kind(ZoneInfo, _zone_name, ZoneInfo),
+    Kind(dt.timezone, lambda zone: [zone.utcoffset(None), zone.tzname(None)], lambda parts: dt.timezone(*parts)),
+    Kind(pathlib.PureWindowsPath, str, pathlib.PureWindowsPath),
+    Kind(np.dtype, _plain_dtype, np.dtype),
+    Kind(torch.layout, str, _named(torch.layout)),
+    Kind(torch.memory_format, str, _named(torch.memory_format)),
 )
 """Numbered by their places: new ones come last."""

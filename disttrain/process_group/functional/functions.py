@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from disttrain.errors import GroupError, ShapeError
-from disttrain.process_group._c10d import Reduction
+from disttrain.process_group._c10d import Reduction, TorchProcessGroup
 from disttrain.process_group.current import current_world, resolve_group
 from disttrain.process_group.functional import autograd
 from disttrain.process_group.functional.autograd import GroupInfo
@@ -165,10 +165,13 @@ def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return autograd.wait(tensor)
 
 
+_GROUPS = (ProcessGroup, NonGroupMember, TorchProcessGroup, str)
+
+
 def _group_info(operation: str, group: Group) -> GroupInfo:
     if isinstance(group, tuple):
         group = group_of(*group)
-    elif group is not None and not isinstance(group, ProcessGroup | NonGroupMember | str):
+    elif group is not None and not isinstance(group, _GROUPS):
         group = group_of(group)
     elif isinstance(group, str):
         group = current_world(operation).find_group(operation, group)
