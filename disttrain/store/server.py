@@ -220,7 +220,7 @@ def main() -> int:
     """Serve until the parent, and then the last client, is gone."""
     # Ctrl-C in a terminal goes to everybody, and Slurm signals each process of a job before its time is up. Workers
     # that save then still need the store; whether it ends is the parent's decision.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     try:
         config = _read_config(sys.stdin.fileno())

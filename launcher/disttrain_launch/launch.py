@@ -10,7 +10,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from disttrain.store import (
 from disttrain.store.standby.elector import Elector
 from disttrain_launch.output.event_log import EventLog
 from disttrain_launch.output.events import Record, cause_of
+from disttrain_launch.output.fates import fates
 from disttrain_launch.output.report import ending
 from disttrain_launch.output.screen import Outlet
 from disttrain_launch.output.telling import Connect, Telling
@@ -132,8 +133,13 @@ def _take_part(
     folder: Path,
 ) -> int:
     started_s = time.time()
+
+    def explain(round: int, outcome: Outcome) -> str:
+        dumps = dump_folder(environ, round)
+        return _story(dumps, folder, link.take_dumps(round), outcome, spec, started_s, is_over=False)[0]
+
     try:
-        done = take_part(spec, agent, link, signals, _sayer(spec))
+        done = take_part(spec, agent, link, signals, _sayer(spec), explain)
     except SignalStop as stop:
         # It came between rounds, or while workers were being started.
         interrupted = Interrupted(stop.number, spec.node_rank or 0, host)
@@ -149,10 +155,15 @@ def _take_part(
     leader = leads()
     dumps = dump_folder(environ, max(agent.round, 0))
     # Dumps in a folder that the user named are there for node 0 as well, or are kept there.
-    has_story = leader is not None or folder in dumps.parents
-    why, facts = _story(dumps, folder, done.outcome, spec, started_s) if has_story else ("", {})
+    has_story = leader is not None or (folder in dumps.parents and not link.has_sent_dumps)
+    agent.explanations.finish(agent.output)
+    why, facts = "", {}
+    if has_story:
+        others = [] if leader is None else link.take_dumps(agent.round)
+        why, facts = _story(dumps, folder, others, done.outcome, spec, started_s, is_over=True)
     _log_end(leader, done.outcome.exit_code, cause_of(done.outcome), verdict=facts)
-    agent.output.say(ending(done.outcome, spec, done.note, is_told_elsewhere=leader is None) + why)
+    told = fates(done.outcome, agent.output, agent.ranks, is_told_elsewhere=leader is None)
+    agent.output.say(told + ending(done.outcome, spec, done.note, is_told_elsewhere=leader is None) + why)
     # Who told us to stop does not wait for a reader.
     agent.output.flush(_SAY_MS if isinstance(done.outcome, Interrupted) else None)
     link.leave()
@@ -160,13 +171,20 @@ def _take_part(
 
 
 def _story(
-    dumps: Path, own_folder: Path, outcome: Outcome, spec: JobSpec, started_s: float
+    dumps: Path,
+    own_folder: Path,
+    others: Sequence[bytes],
+    outcome: Outcome,
+    spec: JobSpec,
+    started_s: float,
+    *,
+    is_over: bool,
 ) -> tuple[str, Mapping[str, object]]:
-    if not dumps.is_dir():
+    if not others and not dumps.is_dir():
         return "", {}
     from disttrain_launch.output.dump_story import story  # see there: a start does not wait for it
 
-    report = story(dumps, own_folder, outcome, spec, started_s)
+    report = story(dumps, own_folder, others, outcome, spec, started_s, is_over=is_over)
     return report.text, report.facts
 
 

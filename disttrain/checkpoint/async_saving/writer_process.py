@@ -279,7 +279,7 @@ def _yield_to_training() -> None:
 def main() -> None:
     # Interrupts from a terminal, and a cluster's request to end, go to all processes of a job. They are for the
     # training process, which may be saving because of them; when it ends, this one knows.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     _yield_to_training()
     try:
