@@ -256,6 +256,7 @@ class World:
         while self._companions:
             self._companions.popitem()[1].close()
         self.refusals.close()
+        self.stopping.close()
         self.connecting.close()
         if self.witness is not None:
             self.comparing.leave()

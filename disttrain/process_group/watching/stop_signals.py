@@ -85,9 +85,9 @@ class StopSignals:
                 return  # Schedulers signal all processes of a job, and the launcher passes it on.
             self._reason = f"{signal.Signals(number).name} to a rank on {socket.gethostname()}"
             listeners = list(self._listeners)
-        # Where the ranks cannot agree, since one of them is gone, the signal ends the process as it always has.
         agreed = [listener.request(self._reason) for listener in listeners]
-        if not all(agreed):
+        # Where no rank listens any more, or the ranks cannot agree since one of them is gone, it is as without us.
+        if not agreed or not all(agreed):
             _act_as_before(number)
 
     def _let_go(self) -> None:

@@ -46,6 +46,7 @@ class Stopping:
         self._lock = threading.Lock()
         self._num_passed = 0
         self._is_noticed = False
+        self._is_closed = False
         self.is_listening = False
         """Whether signals are notices to this rank."""
         self._stops_after: float | None = None
@@ -69,6 +70,8 @@ class Stopping:
 
     def request(self, reason: str) -> bool:
         """Tell all ranks; from any thread, and of any number of ranks. False: they could not agree."""
+        if self._is_closed:
+            return False
         if self._is_alone:
             self.hear({"stop": reason})
             return True
@@ -76,6 +79,10 @@ class Stopping:
         witness = self._world.witness
         notice = json.dumps({"stop": reason}).encode()
         return witness is not None and witness.tell(notice, "stop") and not math.isnan(self._agreed())
+
+    def close(self) -> None:
+        """The world ends: nobody asks any more."""
+        self._is_closed = True
 
     def hear(self, said: dict[str, Any]) -> None:
         """A rank was told to stop; in the witness's thread, perhaps several times."""
