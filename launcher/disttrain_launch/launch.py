@@ -142,6 +142,7 @@ def _take_part(
         done = take_part(spec, agent, link, signals, _sayer(spec), explain)
     except SignalStop as stop:
         # It came between rounds, or while workers were being started.
+        agent.output.show_held_back()
         interrupted = Interrupted(stop.number, spec.node_rank or 0, host)
         link.ended(agent.round, interrupted)
         link.stopped(agent.round)
@@ -149,6 +150,7 @@ def _take_part(
         _log_end(leads(), interrupted.exit_code, cause_of(interrupted))
         raise
     except (DisttrainError, OSError) as error:
+        agent.output.show_held_back()
         _hear_the_end(link, _patience_s(spec, leads()))
         _log_end(leads(), NOT_STARTED, {"kind": "not started", "reason": str(error)})
         raise
@@ -162,7 +164,7 @@ def _take_part(
         others = [] if leader is None else link.take_dumps(agent.round)
         why, facts = _story(dumps, folder, others, done.outcome, spec, started_s, is_over=True)
     _log_end(leader, done.outcome.exit_code, cause_of(done.outcome), verdict=facts)
-    told = fates(done.outcome, agent.output, agent.ranks, is_told_elsewhere=leader is None)
+    told = fates(done.outcome, agent.output, agent.stopped_ranks, is_told_elsewhere=leader is None)
     agent.output.say(told + ending(done.outcome, spec, done.note, is_told_elsewhere=leader is None) + why)
     # Who told us to stop does not wait for a reader.
     agent.output.flush(_SAY_MS if isinstance(done.outcome, Interrupted) else None)

@@ -13,17 +13,18 @@ from disttrain_launch.workers.outcome import Changed, Exit, Failed, Lost, Outcom
 def fates(outcome: Outcome, output: Output, ranks: Iterable[int], *, is_told_elsewhere: bool) -> str:
     """A line for those of `ranks` that ended alike. What `output` holds of them is shown where it is of an error of
     their own, but for that of the culprit: it is said last, unless node 0 does so (`is_told_elsewhere`)."""
+    is_broken = isinstance(outcome, Failed | Lost) or (isinstance(outcome, Changed) and not outcome.is_orderly)
+    if not is_broken or not output.holds:
+        output.show_held_back()
+        return ""
     held, output.held = output.held, {}
     culprit = outcome.rank if isinstance(outcome, Failed) else None
-    is_broken = isinstance(outcome, Failed | Lost) or (isinstance(outcome, Changed) and not outcome.is_orderly)
     hidden = {}
     for rank, said in held.items():
-        if not is_broken or (is_told_elsewhere if rank == culprit else _has_own_error(said)):
+        if is_told_elsewhere if rank == culprit else _has_own_error(said):
             output.show_ended(rank, said)
         elif rank != culprit:
             hidden[rank] = said
-    if not is_broken or not output.holds:
-        return ""
     return _lines(_reason(outcome), [rank for rank in ranks if rank != culprit], held) + _folded(hidden, output)
 
 

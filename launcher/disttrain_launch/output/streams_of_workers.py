@@ -93,6 +93,12 @@ class Output(Streams):
         }
         self.is_ending = False
 
+    def show_held_back(self) -> None:
+        """Show what all that have ended have said at last."""
+        held, self.held = self.held, {}
+        for rank, text in held.items():
+            self.show_ended(rank, text)
+
     def show_ended(self, rank: int, text: str) -> None:
         """Show what a rank has said that has ended."""
         screen = self.screens[STDERR]

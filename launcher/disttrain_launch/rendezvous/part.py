@@ -42,7 +42,7 @@ def take_part(
             case Run(place):
                 if place.round > 0:
                     _say_round(spec, agent, last, word)
-                if last is not None and place.group_rank == 0:
+                if isinstance(last, Failed) and place.group_rank == 0:
                     agent.explanations.begin(partial(explain, agent.round, last))
                 last = _run(agent, link, word)
             case Stop(round, cause):
@@ -105,7 +105,7 @@ def _say_round(spec: JobSpec, agent: Agent, last: Outcome | None, run: Run) -> N
     place = run.place
     is_told_elsewhere, text = place.group_rank > 0, ""
     if last is not None:
-        text = fates(last, agent.output, agent.ranks, is_told_elsewhere=is_told_elsewhere)
+        text = fates(last, agent.output, agent.stopped_ranks, is_told_elsewhere=is_told_elsewhere)
         if isinstance(last, Changed):
             text += f"{OPERATION}: round {place.round - 1} ended: {last.change}.\n"
         else:

@@ -81,6 +81,7 @@ class Agent:
         self._spec = spec
         self._name = name
         self._workers: dict[int, Worker] = {}
+        self._ended_well: set[int] = set()
         self._host = host
         self._environ = environ
         self._meeting = meeting
@@ -109,7 +110,7 @@ class Agent:
         """
         self.round = run.place.round
         self._group_rank = run.place.group_rank
-        self._workers = {}
+        self._workers, self._ended_well = {}, set()
         self._running: set[int] = set()
         self._board.begin(self.round)
         self._deadline_s: float | None = None
@@ -159,9 +160,9 @@ class Agent:
             self.output.end_all()
 
     @property
-    def ranks(self) -> list[int]:
-        """Of the last round's workers."""
-        return [worker.rank for worker in self._workers.values()]
+    def stopped_ranks(self) -> list[int]:
+        """Of the last round's workers, those that did not end well."""
+        return [worker.rank for local_rank, worker in self._workers.items() if local_rank not in self._ended_well]
 
     def _start_worker(self, local_rank: int, run: Run) -> None:
         inherited = {**self.output.worker_variables(), **self._environ}
@@ -249,6 +250,7 @@ class Agent:
         last_lines = {local_rank: self.output.drain(local_rank) for local_rank in ended}
         for local_rank, end in ended.items():
             if end.returncode == 0:
+                self._ended_well.add(local_rank)
                 self.output.release(self._workers[local_rank].rank)
         failures = [
             self._failure(self._workers[local_rank], end, last_lines[local_rank])
