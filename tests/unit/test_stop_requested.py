@@ -20,6 +20,7 @@ def _stopped_at(seed: int) -> int | None:
     culprit, step = draw.randrange(disttrain.get_world_size()), draw.randrange(20)
     own = random.Random(seed * 10 + rank)
     stopping = disttrain.current_world().stopping
+    stopping.prepare()
     for number in range(NUM_STEPS):
         time.sleep(own.random() * 0.002)
         if (rank, number) == (culprit, step):

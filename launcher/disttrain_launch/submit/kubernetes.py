@@ -54,7 +54,8 @@ def manifest(job: Submission, args: argparse.Namespace, variables: Mapping[str, 
         # Pods that are told to go come again, and don't count as failed; the others of the job have left with them.
         "podFailurePolicy": {
             "rules": [
-                {"action": "Ignore", "onExitCodes": launcher_left},
+                # Kubernetes 1.26 asks for both in each rule.
+                {"action": "Ignore", "onExitCodes": launcher_left, "onPodConditions": []},
                 {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             ]
         },
