@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
 import signal
-from pathlib import Path
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -43,6 +44,14 @@ FAILING = """
         os.kill(os.getpid(), {"kill": signal.SIGKILL, "segfault": signal.SIGSEGV, "abort": signal.SIGABRT}[kind])
     disttrain.all_reduce(torch.ones(4))
 """
+
+
+@pytest.fixture(autouse=True)
+def without_dumps(forked_launches: Launches) -> Iterator[None]:
+    """Jobs that fail leave their dumps."""
+    yield
+    for folder in forked_launches.folder.glob("disttrain-flight-*"):
+        shutil.rmtree(folder)
 
 
 def told(ended: Ended) -> list[str]:
@@ -122,7 +131,7 @@ def test_two_culprits_are_both_shown(forked_launches: Launches) -> None:
     assert re.search(r"rank [02]: failed as well: ValueError: bad batch [02]\.0", ended.stderr), ended.stderr
     for rank in (0, 2):
         assert f"ValueError: bad batch {rank}.0" in ended.stderr
-    assert ended.stderr.count("in load_batch") == 2
+    assert ended.stderr.count('File "script.py", line 6, in load_batch') == 2
 
 
 @pytest.mark.parametrize("culprit", [0, 3])
@@ -134,7 +143,7 @@ def test_wherever_the_culprit_is_all_nodes_dumps_tell_of_it(forked_launches: Lau
     others = [rank for rank in range(4) if rank != culprit]
     for node, ranks in ((first, (0, 1)), (second, (2, 3))):
         own = [rank for rank in others if rank in ranks]
-        assert f"{'ranks' if len(own) > 1 else 'rank'} {'-'.join(map(str, own))}: {reason}" in node.stderr
+        assert f"{'ranks' if len(own) > 1 else 'rank'} {', '.join(map(str, own))}: {reason}" in node.stderr
     assert first.stderr.count(f"    ValueError: bad batch {culprit}.0") == 1
     assert f"flight recorder: Rank {culprit} did not come to all_reduce #2 of group world" in first.stderr
     assert "ValueError (bad batch" in first.stderr
@@ -142,7 +151,6 @@ def test_wherever_the_culprit_is_all_nodes_dumps_tell_of_it(forked_launches: Lau
     assert "flight recorder" not in second.stderr
     (kept,) = (forked_launches.folder).glob("disttrain-flight-*/*")
     assert sorted(file.name[:10] for file in kept.glob("*.flight")) == [f"rank-{rank:05d}" for rank in range(4)]
-    _remove(kept.parent)
 
 
 def test_of_each_attempt_there_is_one_verdict(forked_launches: Launches) -> None:
@@ -152,9 +160,3 @@ def test_of_each_attempt_there_is_one_verdict(forked_launches: Launches) -> None
         assert ended.stderr.count(f"    ValueError: bad batch 1.{attempt}\n") == 1, ended.stderr
         assert ended.stderr.count(f"it ended with ValueError (bad batch 1.{attempt})") == 1, ended.stderr
     assert ended.stderr.count("rank 0: stopped because rank 1 failed") == 3
-
-
-def _remove(folder: Path) -> None:
-    for file in sorted(folder.rglob("*"), reverse=True):
-        file.rmdir() if file.is_dir() else file.unlink()
-    folder.rmdir()
