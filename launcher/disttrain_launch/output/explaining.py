@@ -7,6 +7,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 from disttrain_launch.output.streams import Streams
 from disttrain_launch.request.job import OPERATION
@@ -15,26 +16,29 @@ _WAIT_S = 10.0
 
 
 class Explanations:
-    """`fd` becomes readable when there is something to say."""
+    """`fd` becomes readable when there is something to say; None before the first `begin`."""
 
     def __init__(self) -> None:
-        self.fd, self._write_fd = os.pipe()
-        os.set_blocking(self.fd, False)
+        self.fd: int | None = None
+        self._write_fd = -1
         self._texts: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
     def begin(self, explain: Callable[[], str]) -> None:
-        """Return at once."""
+        """Return at once. Raises OSError when there are too many open files."""
+        if self.fd is None:
+            self.fd, self._write_fd = os.pipe()
+            os.set_blocking(self.fd, False)
         thread = threading.Thread(target=self._run, args=(explain,), name="explaining", daemon=True)
         self._threads.append(thread)
         thread.start()
 
     def show(self, output: Streams) -> None:
         """Say what is known by now, and has not been said."""
-        try:
+        if self.fd is None:
+            return
+        with suppress(BlockingIOError):
             os.read(self.fd, 4096)
-        except BlockingIOError:
-            pass
         texts = []
         while not self._texts.empty():
             texts.append(self._texts.get())

@@ -142,9 +142,8 @@ class Agent:
         finally:
             self._signals.interrupts = False
             self._end_dumping()
-            feed_fd = None if self.feed is None else self.feed.fd
-            for fd in (self._signals.fd, self._link.fd, self._meeting.server_fd, feed_fd, self.explanations.fd):
-                if fd is not None and fd in self._selector.get_map():
+            for fd in self._sources():
+                if fd in self._selector.get_map():
                     self._selector.unregister(fd)
             for worker in self._workers.values():
                 worker.send(signal.SIGKILL, with_children=True)
@@ -180,13 +179,8 @@ class Agent:
 
     def _loop(self) -> Outcome:
         self._signals.interrupts = False
-        self._selector.register(self._signals.fd, selectors.EVENT_READ, self._signals)
-        self._selector.register(self._link.fd, selectors.EVENT_READ, self._link)
-        if self._meeting.server_fd is not None:
-            self._selector.register(self._meeting.server_fd, selectors.EVENT_READ, self._meeting)
-        self._selector.register(self.explanations.fd, selectors.EVENT_READ, self.explanations)
-        if self.feed is not None:
-            self._selector.register(self.feed.fd, selectors.EVENT_READ, self.feed)
+        for fd, source in self._sources().items():
+            self._selector.register(fd, selectors.EVENT_READ, source)
         while self._outcome is None:
             self.output.balance()
             for key, _ in self._selector.select(self._seconds_left(self.output.move_due())):
@@ -209,6 +203,17 @@ class Agent:
                 self._end_dumping()
                 self._handle(DeadlinePassed())
         return self._outcome
+
+    def _sources(self) -> dict[int, object]:
+        """All that is waited for besides output, by descriptor."""
+        sources = {
+            self._signals: self._signals.fd,
+            self._link: self._link.fd,
+            self._meeting: self._meeting.server_fd,
+            self.explanations: self.explanations.fd,
+            self.feed: None if self.feed is None else self.feed.fd,
+        }
+        return {fd: source for source, fd in sources.items() if fd is not None}
 
     def _seconds_left(self, output_s: float | None) -> float | None:
         """Until something is to be done although nothing comes."""
