@@ -159,7 +159,8 @@ def _take_part(
     # Dumps in a folder that the user named are there for node 0 as well, or are kept there.
     has_story = leader is not None or (folder in dumps.parents and not link.has_sent_dumps)
     agent.explanations.finish(agent.output)
-    why, facts = "", {}
+    why: str = ""
+    facts: Mapping[str, object] = {}
     if has_story:
         others = [] if leader is None else link.take_dumps(agent.round)
         why, facts = _story(dumps, folder, others, done.outcome, spec, started_s, is_over=True)

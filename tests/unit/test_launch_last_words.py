@@ -63,6 +63,24 @@ def test_who_lost_a_peer_is_not_to_blame(message: str) -> None:
     assert not last_words.is_consequence(f"{message}\n" + CHAINED)
 
 
+def test_what_cpp_has_not_caught_is_read_as_well() -> None:
+    said = (
+        "[rank1]:[E1126 10:00:00.123456 ProcessGroupNCCL.cpp:2057] Process group watchdog thread terminated\n"
+        "terminate called after throwing an instance of 'c10::DistBackendError'\n"
+        "  what():  [PG ID 0 Rank 1] NCCL error: remote process exited or there was a network error\n"
+        "frame #0: c10::Error::Error + 0x98\n"
+    )
+    assert last_words.is_consequence(CHAINED + said)
+    assert last_words.summary(said).startswith("[PG ID 0 Rank 1] NCCL error: remote")
+    shown = Shown()
+    voice = HoldingVoice(shown)
+    voice.show_lines(b"before\n" + said.encode())
+    assert shown.lines == b"before\n"
+    voice.release()
+    voice.close()
+    assert shown.lines.decode().splitlines()[-1] == "(1 line of a C++ stack; --verbose shows it)"
+
+
 def test_a_rank_to_blame_outweighs_one_that_lost_it() -> None:
     def failed(*, is_consequence: bool) -> Failed:
         return Failed(0, 0, 0, "host", 1, 1, 1.0, "", "", "", is_consequence)

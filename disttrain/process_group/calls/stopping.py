@@ -17,7 +17,7 @@ def stop_requested() -> bool:
 
     The notice is SIGTERM or SIGUSR1, to the launcher of any node or to any rank, or `request_stop`. The first call has
     this process handle the signals; before, they end it. A handler that was there before is called, too. A call costs
-    less than a microsecond, and no communication; only once, when a notice has come, the ranks agree through the store.
+    about a microsecond, and no communication; only once, when a notice has come, the ranks agree through the store.
     Where a rank has left already, or does not answer, the answer stays False on all.
     Raises: GroupError before init_process_group.
     Collective: every rank, equally often.

@@ -23,7 +23,6 @@ _BEGINS = re.compile(
 )
 """Of Python, of C++'s `std::terminate`, and of errors in torch's own log."""
 _FRAME = re.compile(rb"^(\[rank\d+\]: ?)?frame #\d+: ")
-_NUM_FRAMES = b"(%d lines of a C++ stack; --verbose shows them)"
 
 
 class Frames:
@@ -47,7 +46,9 @@ class Frames:
     def rest(self) -> bytes:
         """The count of frames that nothing has followed yet, as a line; empty when there are none."""
         num_frames, self._num_frames = self._num_frames, 0
-        return _NUM_FRAMES % num_frames + b"\n" if num_frames else b""
+        if num_frames == 1:
+            return b"(1 line of a C++ stack; --verbose shows it)\n"
+        return b"(%d lines of a C++ stack; --verbose shows them)\n" % num_frames if num_frames else b""
 
 
 def without_frames(text: str) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from disttrain import settings
 from disttrain.flight_recorder.record.process_state import has_handler
-from disttrain.reports import ENDING, NOTICED
+from disttrain.reports import ENDING, NOTICED, REQUEUE_EXIT_CODE
 from disttrain_launch.output.events import Record, exit_fields, happened
 from disttrain_launch.output.explaining import Explanations
 from disttrain_launch.output.logs import StreamPump
@@ -154,9 +154,13 @@ class Agent:
                 worker.poll()
             self._collect_rings()
             self._warden.ended()
-            if not isinstance(self._outcome, Failed | Lost | Changed) or self._supervision.is_orderly:
+            if not self._has_broken():
                 self.output.release()  # Nobody is to blame for what they say.
             self.output.end_all()
+
+    def _has_broken(self) -> bool:
+        """True when somebody may be to blame for the round's end."""
+        return isinstance(self._outcome, Failed | Lost | Changed) and not self._supervision.is_orderly
 
     @property
     def stopped_ranks(self) -> list[int]:
@@ -206,14 +210,14 @@ class Agent:
 
     def _sources(self) -> dict[int, object]:
         """All that is waited for besides output, by descriptor."""
-        sources = {
-            self._signals: self._signals.fd,
-            self._link: self._link.fd,
-            self._meeting: self._meeting.server_fd,
-            self.explanations: self.explanations.fd,
-            self.feed: None if self.feed is None else self.feed.fd,
-        }
-        return {fd: source for source, fd in sources.items() if fd is not None}
+        sources = (
+            (self._signals.fd, self._signals),
+            (self._link.fd, self._link),
+            (self._meeting.server_fd, self._meeting),
+            (self.explanations.fd, self.explanations),
+            (None if self.feed is None else self.feed.fd, self.feed),
+        )
+        return {fd: source for fd, source in sources if fd is not None}
 
     def _seconds_left(self, output_s: float | None) -> float | None:
         """Until something is to be done although nothing comes."""
@@ -264,7 +268,8 @@ class Agent:
         ]
         if not self._supervision.is_stopping:
             for failed in failures:
-                self.output.mention(f"{OPERATION}: rank {failed.rank} ended: {Exit(failed.returncode)}\n")
+                if failed.returncode != REQUEUE_EXIT_CODE:
+                    self.output.mention(f"{OPERATION}: rank {failed.rank} ended: {Exit(failed.returncode)}\n")
         self._handle(WorkersExited(frozenset(ended), tuple(failures)))
 
     def _record(self, event: str, worker: Worker, **more: Any) -> Record:

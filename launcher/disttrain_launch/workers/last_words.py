@@ -12,6 +12,8 @@ _MAX_MESSAGE_LINES = 20
 _PREFIX = re.compile(r"^\[rank\d+\]: ?")
 """What torch puts before each line of a traceback."""
 _TRACEBACK = re.compile(r"^ *(\+ Exception Group )?Traceback \(most recent call last\):")
+_TERMINATED = re.compile(r"^terminate called ")
+"""An exception of C++ that nobody has caught; the next line says which."""
 _CHAINED = ("The above exception was the direct cause of", "During handling of the above exception")
 _CONSEQUENCE = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|Connection was likely closed|Socket Timeout by peer"
@@ -60,10 +62,12 @@ def _first_of_chain(lines: list[str]) -> int | None:
 
 
 def _message(lines: list[str]) -> list[str]:
-    """The lines from the last exception's on."""
-    start = next((index for index in reversed(range(len(lines))) if _TRACEBACK.match(lines[index])), None)
-    if start is None:
-        return []
-    after = lines[start + 1 :]
-    begins = next((index for index, line in enumerate(after) if line.strip() and not line[0].isspace()), None)
-    return [] if begins is None else after[begins : begins + _MAX_MESSAGE_LINES]
+    """The lines from the last exception's on, of Python or C++."""
+    for index in reversed(range(len(lines))):
+        after = lines[index + 1 :]
+        if _TERMINATED.match(lines[index]):
+            return [line.strip().removeprefix("what():").strip() for line in after[:_MAX_MESSAGE_LINES]]
+        if _TRACEBACK.match(lines[index]):
+            begins = next((place for place, line in enumerate(after) if line.strip() and not line[0].isspace()), None)
+            return [] if begins is None else after[begins : begins + _MAX_MESSAGE_LINES]
+    return []
