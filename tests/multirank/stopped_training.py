@@ -23,6 +23,7 @@ def main() -> None:
     rank, size = disttrain.get_rank(), disttrain.get_world_size()
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     is_stopped = disttrain.stop_requested()
+    (folder / f"asked-{rank}").touch()
     if rank == 0:
         print("asked", flush=True)
     torch.manual_seed(0)

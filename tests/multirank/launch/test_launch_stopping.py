@@ -39,21 +39,12 @@ def launcher_twice(nodes: Sequence[subprocess.Popen[str]], folder: Path) -> None
     nodes[-1].send_signal(signal.SIGTERM)
 
 
-def everybody(nodes: Sequence[subprocess.Popen[str]], folder: Path) -> None:
-    """As Slurm signals all processes of a job."""
-    for node in nodes:
-        node.send_signal(signal.SIGUSR1)
-    for pid in folder.glob("pid-*"):
-        os.kill(int(pid.read_text()), signal.SIGUSR1)
-
-
 NOTICES: dict[str, Notice] = {
     "SIGTERM to the launcher": launcher(signal.SIGTERM),
     "SIGUSR1 to the launcher": launcher(signal.SIGUSR1),
     "SIGTERM to a rank": rank(signal.SIGTERM),
     "SIGUSR1 to a rank": rank(signal.SIGUSR1),
     "two in a row": launcher_twice,
-    "to everybody": everybody,
 }
 
 
@@ -135,6 +126,41 @@ def test_of_two_nodes_one_need_be_told(
     assert [node.exit_code for node in ended(forked_launches, nodes)] == [REQUEUE_EXIT_CODE] * 2
     done = ended(forked_launches, start(forked_launches, folder, 1, num_nodes=2, port=port))
     assert [node.exit_code for node in done] == [0, 0]
+    assert (folder / "losses").read_text() == undisturbed(2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_notice_before_the_first_step_is_heard_after_it(
+    forked_launches: Launches, undisturbed: Callable[[int], str], number: int
+) -> None:
+    folder = forked_launches.folder / "told"
+    nodes = start(forked_launches, folder, 2)
+    assert forked_launches.ready(nodes[0], 1) == ["[rank 0] asked\n"]
+    wait_for(lambda: len(list(folder.glob("asked-*"))) == 2, nodes)
+    nodes[0].send_signal(number)
+    (only,) = ended(forked_launches, nodes)
+    assert only.exit_code == REQUEUE_EXIT_CODE, only.stderr
+    assert num_done(folder) < 20
+    (only,) = ended(forked_launches, start(forked_launches, folder, 2))
+    assert only.exit_code == 0, only.stderr
+    assert (folder / "losses").read_text() == undisturbed(2)
+
+
+def test_all_processes_of_a_job_may_be_told_as_slurm_does(
+    forked_launches: Launches, undisturbed: Callable[[int], str]
+) -> None:
+    folder = forked_launches.folder / "told"
+    nodes = start(forked_launches, folder, 2)
+    # A writer that a test has forked hears nobody's signals before it begins.
+    wait_for(lambda: any(save.name[5:].isdecimal() for save in (folder / "saves").glob("step-*")), nodes)
+    told = forked_launches.living()
+    assert len(told) >= 5, told  # launcher, warden, store and ranks; and writers of saves
+    for process in told:
+        process.send_signal(signal.SIGUSR1)
+    (only,) = ended(forked_launches, nodes)
+    assert only.exit_code == REQUEUE_EXIT_CODE, only.stderr
+    (only,) = ended(forked_launches, start(forked_launches, folder, 2))
+    assert only.exit_code == 0, only.stderr
     assert (folder / "losses").read_text() == undisturbed(2)
 
 
