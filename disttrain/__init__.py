@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from disttrain.process_group.current import group as group
     from disttrain.process_group.joining.meeting import rendezvous as rendezvous
     from disttrain.profiling.profile import profile as profile
+    from disttrain.reports import REQUEUE_EXIT_CODE as REQUEUE_EXIT_CODE
     from disttrain.reports import report as report
     from disttrain.store import FileStore as FileStore
     from disttrain.store import HashStore as HashStore

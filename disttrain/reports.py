@@ -2,7 +2,7 @@
 
 The launcher creates a page for each rank, a mapped file. A report overwrites the last one; the launcher reads the page
 about once a second. So a report is a copy within memory, however often it is made: no system call, no lock, no wait.
-Torch-free.
+The page's last byte goes the other way: by it the launcher says what its signals to the worker mean. Torch-free.
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ import msgpack
 
 from disttrain import settings
 
+REQUEUE_EXIT_CODE: Final = 75
+"""A script's exit code, and then its launcher's, for: it has saved, and is to be started again. sysexits.h calls it
+EX_TEMPFAIL."""
+
 PAGE_BYTES: Final = 4096
+_MARK_AT: Final = PAGE_BYTES - 1
+NOTICED: Final = b"n"
+"""A mark of the launcher's: it was told to go, and has told the workers, or those that can hear it already."""
+ENDING: Final = b"e"
+"""Another one: the workers are stopped for another reason, such as a rank that failed; SIGTERM is no notice then."""
 _HEAD: Final = struct.Struct("<II")
 """Bytes of the text, and their CRC-32: who reads while another writes sees that they don't fit."""
 
@@ -91,7 +100,7 @@ def write(page: mmap.mmap, numbers: Numbers) -> None:
         text = msgpack.packb([time.time(), numbers])
     except ValueError:
         return  # A name that no text can hold.
-    if _HEAD.size + len(text) <= PAGE_BYTES:
+    if _HEAD.size + len(text) <= _MARK_AT:
         page[: _HEAD.size + len(text)] = _HEAD.pack(len(text), zlib.crc32(text)) + text
 
 
@@ -120,6 +129,21 @@ def make_page(file: Path) -> None:
         os.pwrite(fd, bytes(PAGE_BYTES), 0)
     finally:
         os.close(fd)
+
+
+def put_mark(file: Path, mark: bytes) -> None:
+    """Put a mark of the launcher's on a page. Raises OSError."""
+    fd = os.open(file, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.pwrite(fd, mark, _MARK_AT)
+    finally:
+        os.close(fd)
+
+
+def own_mark() -> bytes:
+    """The launcher's mark on this process's page; empty where there is none, or no launcher."""
+    page = _own_page()
+    return b"" if page is None else page[_MARK_AT:].rstrip(b"\0")
 
 
 def open_page(file: Path) -> mmap.mmap:

@@ -5,6 +5,7 @@
     disttrain-launch --standalone --nproc-per-node 8 examples/train_llama.py --config examples/configs/8b.toml
     disttrain-launch --standalone --nproc-per-node 4 examples/train_llama.py --resume --mesh tp=2
     disttrain-launch --nnodes 2:3 --max-restarts 3 --rdzv-endpoint HOST0:29500 ... train_llama.py --out DIR --batch 48
+    disttrain-launch submit slurm --requeue --nnodes 2 --nproc-per-node 8 ... train_llama.py --out DIR --auto-resume
 
 `train` is the whole story. What it tells lies in `llama/`: how the model is cut and placed (`parallel.py`), what a step
 computes (`steps.py`), where tokens come from (`tokens.py`), others' weights (`huggingface.py`), what you see.
@@ -221,8 +222,8 @@ def resume(run: Run) -> int:
     return num_steps
 
 
-def train(flags: Namespace, device: torch.device) -> None:
-    """The whole story, as each rank sees it."""
+def train(flags: Namespace, device: torch.device) -> bool:
+    """The whole story, as each rank sees it; False where the job was told to go, and has saved."""
     is_first_rank = disttrain.get_rank() == 0
     run = make_run(flags, device)
     with together():
@@ -261,11 +262,14 @@ def train(flags: Namespace, device: torch.device) -> None:
             disttrain.report(step=meter.step, loss=loss, tokens_per_s=rate)
             record.add(Row(step, loss, held_out_loss))
             screen.show_step(peak_memory_bytes(device))
-            if flags.save_every and ((step + 1) % flags.save_every == 0 or step + 1 == flags.steps):
+            is_leaving = disttrain.stop_requested() and step + 1 < flags.steps
+            if is_leaving or (flags.save_every and ((step + 1) % flags.save_every == 0 or step + 1 == flags.steps)):
                 # Written beside the next steps; a save that fails is told at the next one, or at the end.
                 run.checkpointer.async_save(step + 1, state_of(run), run.optimizer)
             if profiler is not None:
                 profiler.step()
+            if is_leaving:
+                return False  # when the save is whole: to leave the block waits for it
         held_out_loss = show_held_out(run, meter, screen, tracking)
         record.add(Row(flags.steps, None, held_out_loss))
     tokenizer = run.tokens.tokenizer
@@ -279,6 +283,7 @@ def train(flags: Namespace, device: torch.device) -> None:
     if continuation:
         screen.show_continuation(tokenizer.decode(prompt), tokenizer.decode(continuation))
     screen.show_facts("done", results(flags, record, meter, duration_s))
+    return True
 
 
 def describe(run: Run) -> dict[str, str]:
@@ -351,7 +356,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if flags.dtype is None:
         flags.dtype = "bf16" if device.type == "cuda" else "fp32"
     try:
-        train(flags, device)
+        # Asked for the first time here, so that a notice while the model is made is heard, too.
+        is_over = not disttrain.stop_requested() and train(flags, device)
     except CheckpointError:  # which all ranks have alike
         with together():
             raise
@@ -359,7 +365,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if disttrain.get_rank() == 0:
             print(f"stopped; {how_to_go_on(flags.out)}", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
+    if not is_over and disttrain.get_rank() == 0:
+        print(f"told to go; {how_to_go_on(flags.out)}", file=sys.stderr)
     disttrain.destroy_process_group()
+    sys.exit(None if is_over else disttrain.REQUEUE_EXIT_CODE)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,7 @@ from disttrain.process_group.calls.objects import (
     send_object_list,
 )
 from disttrain.process_group.calls.point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
+from disttrain.process_group.calls.stopping import request_stop, stop_requested
 from disttrain.process_group.current import (
     current_world,
     destroy_process_group,
@@ -163,10 +164,12 @@ __all__ = [
     "reduce_scatter_tensor",
     "reduce_scatter_tensor_coalesced",
     "register_backend",
+    "request_stop",
     "scatter",
     "scatter_object_list",
     "send",
     "send_object_list",
     "split_group",
+    "stop_requested",
     "to_torch",
 ]

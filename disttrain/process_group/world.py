@@ -20,6 +20,7 @@ from disttrain.process_group.joining.connecting import Connecting
 from disttrain.process_group.watching.comparing import Comparing
 from disttrain.process_group.watching.observer import Observer, Recorder
 from disttrain.process_group.watching.refusals import Refusals
+from disttrain.process_group.watching.stopping import Stopping
 from disttrain.process_group.work import Work
 from disttrain.settings import DEBUG, LOCAL_RANK
 from disttrain.store import Store
@@ -57,6 +58,7 @@ class World:
     and in errors; empty when nobody says. Whoever sets one sets it back. The autograd engine's threads see them, too.
     `refusals`: what ranks raise before a collective.
     `connecting`: connects groups as other ranks ask. `comparing`: what ranks tell each other that wait for long.
+    `stopping`: what becomes of a notice that the job has to go.
     `recall`: what this rank has called as a group's collective of a number, and `main_place`: where its main thread is,
     as far as the recorder knows.
     `tells_host`: whether it has said in the store on which host it is, as all ranks of the job do then.
@@ -106,6 +108,8 @@ class World:
         self._pending: dict[int, tuple[torch.Tensor, Work]] = {}
         self._handles = itertools.count(1)
         self.default_group = self._make_group("world", tuple(range(world_size)), backend, timeout_s, options)
+        has_peers = any(kind.has_peers for kind in self.default_group.backend_classes.values())
+        self.stopping = Stopping(self, self.default_group, is_alone=world_size == 1 or not has_peers)
 
     def new_group(
         self,
@@ -252,6 +256,7 @@ class World:
         while self._companions:
             self._companions.popitem()[1].close()
         self.refusals.close()
+        self.stopping.close()
         self.connecting.close()
         if self.witness is not None:
             self.comparing.leave()
@@ -273,7 +278,10 @@ class World:
         said = json.loads(notice)
         if isinstance(said, list):
             return self.refusals.hear(said)
-        (self.comparing if "mismatch" in said else self.connecting).hear(said)
+        if "stop" in said:
+            self.stopping.hear(said)
+        else:
+            (self.comparing if "mismatch" in said else self.connecting).hear(said)
         return True
 
     def _make_group(

@@ -12,7 +12,6 @@ import gc
 import importlib
 import os
 import resource
-import signal
 import socket
 import sys
 import threading
@@ -20,6 +19,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from disttrain.errors import DisttrainError, SettingError, StoreAddressError, StoreAuthError, StoreError
+from disttrain.signals import ignore_all
 from disttrain.store.connection.addresses import lookup_name
 from disttrain.store.connection.keepalive import set_options
 from disttrain.store.protocol.handshake import Votes
@@ -220,8 +220,7 @@ def main() -> int:
     """Serve until the parent, and then the last client, is gone."""
     # Ctrl-C in a terminal goes to everybody, and Slurm signals each process of a job before its time is up. Workers
     # that save then still need the store; whether it ends is the parent's decision.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_all()
     try:
         config = _read_config(sys.stdin.fileno())
         votes: Votes | None = None if config.following is None else {}

@@ -68,7 +68,9 @@ def parse(arguments: Sequence[str] | None, num_ranks: int) -> Namespace:
     given = list(sys.argv[1:] if arguments is None else arguments)
     given = [*_from_file(parser.parse_args(given).config), *given]
     flags = parser.parse_args(given)
-    if settings.ROUND.read() and flags.out is not None:
+    if flags.auto_resume and flags.out is None:
+        raise SettingError("train_llama", "--auto-resume needs a folder to look in.", "Give --out.")
+    if (flags.auto_resume or settings.ROUND.read()) and flags.out is not None:
         flags.resume |= has_run(flags.out)
     out = _choose_folder(flags.out, is_resumed=flags.resume)
     saved: dict[str, Any] = {}
@@ -140,6 +142,7 @@ def _parser() -> _Parser:
     add("--compile", action=flag, default=False, help="compile the blocks; the first steps then take a minute or so")
     add("--out", type=Path, metavar="DIR", help="losses and checkpoints go there (default: runs/llama-1, ...)")
     add("--resume", action="store_true", help="go on from the last checkpoint in --out, or of the newest run")
+    add("--auto-resume", action="store_true", help="--resume where --out has a run: for jobs that are requeued")
     add("--save-every", type=_whole, default=100, metavar="N", help="steps between checkpoints (default: 100; 0: none)")
     add("--eval-every", type=_count, default=40, metavar="N", help="steps between evaluations (default: 40)")
     add("--track", type=_track, default="", metavar="NAMES", help=f"write the numbers for {', '.join(TRACKERS)}, too")

@@ -9,7 +9,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from pathlib import Path
 from disttrain import settings
 from disttrain.errors import DisttrainError, LaunchError
 from disttrain_launch.output.events import Record, cause_of
+from disttrain_launch.output.fates import fates
 from disttrain_launch.output.report import ending
 from disttrain_launch.output.screen import Outlet
 from disttrain_launch.output.telling import Telling
@@ -102,10 +103,16 @@ def _take_part(
     folder: Path,
 ) -> int:
     started_s, link = time.time(), session.link
+
+    def explain(round: int, outcome: Outcome) -> str:
+        dumps = dump_folder(environ, round)
+        return _story(dumps, folder, link.take_dumps(round), outcome, spec, started_s, is_over=False)[0]
+
     try:
-        done = take_part(spec, agent, link, signals, _sayer(spec))
+        done = take_part(spec, agent, link, signals, _sayer(spec), explain)
     except SignalStop as stop:
         # It came between rounds, or while workers were being started.
+        agent.output.show_held_back()
         interrupted = Interrupted(stop.number, spec.node_rank or 0, host)
         link.ended(agent.round, interrupted)
         link.stopped(agent.round)
@@ -113,16 +120,23 @@ def _take_part(
         _log_end(session.leader, interrupted.exit_code, cause_of(interrupted))
         raise
     except (DisttrainError, OSError) as error:
+        agent.output.show_held_back()
         _hear_the_end(session, spec)
         _log_end(session.leader, NOT_STARTED, {"kind": "not started", "reason": str(error)})
         raise
     leader = session.leader
     dumps = dump_folder(environ, max(agent.round, 0))
     # Dumps in a folder that the user named are there for node 0 as well, or are kept there.
-    has_story = leader is not None or folder in dumps.parents
-    why, facts = _story(dumps, folder, done.outcome, spec, started_s) if has_story else ("", {})
+    has_story = leader is not None or (folder in dumps.parents and not link.has_sent_dumps)
+    agent.explanations.finish(agent.output)
+    why: str = ""
+    facts: Mapping[str, object] = {}
+    if has_story:
+        others = [] if leader is None else link.take_dumps(agent.round)
+        why, facts = _story(dumps, folder, others, done.outcome, spec, started_s, is_over=True)
     _log_end(leader, done.outcome.exit_code, cause_of(done.outcome), verdict=facts)
-    agent.output.say(ending(done.outcome, spec, done.note, is_told_elsewhere=leader is None) + why)
+    told = fates(done.outcome, agent.output, agent.stopped_ranks, is_told_elsewhere=leader is None)
+    agent.output.say(told + ending(done.outcome, spec, done.note, is_told_elsewhere=leader is None) + why)
     # Who told us to stop does not wait for a reader.
     agent.output.flush(_SAY_MS if isinstance(done.outcome, Interrupted) else None)
     link.leave()
@@ -130,13 +144,20 @@ def _take_part(
 
 
 def _story(
-    dumps: Path, own_folder: Path, outcome: Outcome, spec: JobSpec, started_s: float
+    dumps: Path,
+    own_folder: Path,
+    others: Sequence[bytes],
+    outcome: Outcome,
+    spec: JobSpec,
+    started_s: float,
+    *,
+    is_over: bool,
 ) -> tuple[str, Mapping[str, object]]:
-    if not dumps.is_dir():
+    if not others and not dumps.is_dir():
         return "", {}
     from disttrain_launch.output.dump_story import story  # see there: a start does not wait for it
 
-    report = story(dumps, own_folder, outcome, spec, started_s)
+    report = story(dumps, own_folder, others, outcome, spec, started_s, is_over=is_over)
     return report.text, report.facts
 
 

@@ -39,6 +39,7 @@ LAUNCHER_KNOWS = {
     "disttrain.flight_recorder.dumps.words",
     "disttrain.flight_recorder.dumps.folders",
     "disttrain.flight_recorder.dumps.orphaned_rings",
+    "disttrain.flight_recorder.dumps.private_file",
     "disttrain.flight_recorder.analysis.match",
     "disttrain.flight_recorder.record.process_state",
     "disttrain.flight_recorder.record.record",

@@ -117,6 +117,29 @@ def test_a_rank_that_is_killed_is_started_again_and_all_goes_on_as_if_nothing_ha
     assert phases >= {(rank, f"fully_shard {phase}") for rank in (0, 1) for phase in ("gather", "free", "reduce")}
 
 
+def test_a_run_that_is_told_to_go_saves_and_goes_on_as_if_nothing_had_happened(
+    fork_server: ForkServer, finished: tuple[Path, str], tmp_path: Path
+) -> None:
+    argv = (SCRIPT, *RUN, "--sample", "0", "--out", "mine", "--auto-resume")
+    process = start(fork_server, tmp_path, *argv)
+    assert process.stdout is not None
+    before = []
+    for line in process.stdout:
+        before.append(line)
+        if "step    12   held out" in line:
+            process.send_signal(signal.SIGTERM)
+            break
+    after, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == disttrain.REQUEUE_EXIT_CODE, "".join(before) + after
+    assert "told to go; --resume --out mine goes on from the last checkpoint" in after
+    assert 12 < len(losses(tmp_path / "mine" / "loss.csv")) < 30
+    again = start(fork_server, tmp_path, *argv)
+    output, _ = again.communicate(timeout=LIMIT_S)
+    assert again.returncode == 0, output
+    out, _ = finished
+    assert losses(tmp_path / "mine" / "loss.csv") == losses(out / "loss.csv")
+
+
 def told(arguments: list[list[str]]) -> list[object]:
     """Rank task: the exit code, and what this rank says, with a command line for each rank."""
     world = disttrain.current_world()

@@ -35,7 +35,7 @@ from disttrain_launch.rendezvous.restarts import Again, GiveUp, Restarts
 from disttrain_launch.rendezvous.rounds import Node, Phase, Place, Terms, choose_group_ranks, name_nodes
 from disttrain_launch.rendezvous.state import Command, NodeLost, Rendezvous, Tell, TimePassed, Warn
 from disttrain_launch.rendezvous.sweeping import Sweeper
-from disttrain_launch.workers.outcome import Changed, Failed, Interrupted, Lost, Outcome, Succeeded
+from disttrain_launch.workers.outcome import Changed, Failed, Interrupted, Lost, Outcome, Requeued, Succeeded
 from tests.state_machines.rendezvous import failed
 
 
@@ -346,3 +346,38 @@ def test_a_signal_to_a_stopping_job_ends_it() -> None:
     machine.handle(Stopped("agent-0", 0), 1.0)
     commands = machine.handle(Stopped("agent-1", 0), 1.0)
     assert {command.word for command in commands if isinstance(command, Tell)} == {Done(interrupted)}
+
+
+def test_a_rank_to_blame_comes_to_light_while_the_others_are_stopped() -> None:
+    machine, _ = machine_of(2, node(1, 2))
+    lost = replace(failed(0), is_consequence=True)
+    own = failed(3)
+    assert [command.word for command in machine.handle(Ended("agent-0", 0, lost), 1.0)] == [Stop(0, lost)] * 2  # type: ignore[union-attr]
+    assert machine.handle(Stopped("agent-0", 0), 1.0) == []
+    assert [command.word for command in machine.handle(Ended("agent-1", 0, own), 1.0)] == [Stop(0, own)] * 2  # type: ignore[union-attr]
+    assert machine.handle(Ended("agent-1", 0, lost), 1.0) == []
+    assert machine.handle(Stopped("agent-1", 0), 1.0) == [Tell(f"agent-{rank}", Done(own)) for rank in range(2)]
+
+
+def test_a_job_whose_workers_leave_when_told_to_is_to_be_requeued() -> None:
+    machine, _ = machine_of(2, node(1, 2), max_restarts=3)
+    told, requeued = Interrupted(15, 1, "host-1"), Requeued(0, 0, "host-0")
+    machine.handle(Ended("agent-1", 0, told), 1.0)
+    machine.handle(Ended("agent-0", 0, requeued), 1.0)
+    machine.handle(Ended("agent-1", 0, told), 1.0)
+    machine.handle(Stopped("agent-0", 0), 1.0)
+    assert machine.handle(Stopped("agent-1", 0), 1.0) == [Tell(f"agent-{rank}", Done(requeued)) for rank in range(2)]
+
+
+def test_a_node_that_leaves_after_it_has_saved_says_so_and_the_others_go_on() -> None:
+    terms = Terms(1, 2)
+    machine = Rendezvous(terms, node(0, 2), 0.0)
+    for rank in range(2):
+        machine.handle(Came(node(rank, 2)), 0.0)
+    requeued = Requeued(1, 1, "host-1")
+    change = Changed("node 1 (host-1) leaves (SIGTERM)", is_orderly=True)
+    assert Tell("agent-0", Stop(0, change)) in machine.handle(Ended("agent-1", 0, Interrupted(15, 1, "host-1")), 1.0)
+    machine.handle(Ended("agent-1", 0, requeued), 1.0)
+    assert Tell("agent-1", Done(requeued)) in machine.handle(Stopped("agent-1", 0), 1.0)
+    again = machine.handle(Stopped("agent-0", 0), 1.0)
+    assert [command.word.place.round for command in again if isinstance(command, Tell)] == [1]  # type: ignore[union-attr]

@@ -58,17 +58,56 @@ def test_a_batch_script(capsys: pytest.CaptureFixture[str], folder: Path) -> Non
 #SBATCH --output=%x-%j.out
 #SBATCH --chdir={folder}
 #SBATCH --requeue
-#SBATCH --signal=TERM@120
+#SBATCH --open-mode=append
+#SBATCH --signal=USR1@120
 #SBATCH --qos=high
 #SBATCH --exclusive
 
 set -euo pipefail
+status=0
 # The job's token goes to every launcher through srun's standard input: it is no argument, no variable, no shared file.
 /venv/bin/python -m disttrain_launch --new-token - |
     srun --ntasks-per-node=1 --cpus-per-task=64 --wait=60 /venv/bin/python -m disttrain_launch run \
---token-file=- --shutdown-timeout=120 --nproc-per-node=8 --log-dir=logs train.py --steps 3
+--token-file=- --shutdown-timeout=120 --nproc-per-node=8 --log-dir=logs train.py --steps 3 || status=$?
+# 75: it was told to go, has saved, and is to be started again. But not what somebody has cancelled.
+if [ "$status" = 75 ] && [ "$(squeue --noheader --format=%T --jobs="$SLURM_JOB_ID")" = RUNNING ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"
 """
     )
+
+
+def _run_batch(folder: Path, launcher_exit_code: int, state: str) -> tuple[int, str]:
+    """Runs what `submit slurm --requeue` writes, with Slurm's programs as they answer for a job in this state.
+
+    Returns: its exit code, and what scontrol was asked.
+    """
+    for name, text in {
+        "srun": f"cat > token; exit {launcher_exit_code}",
+        "squeue": f"echo {state}",
+        "scontrol": f'echo "$@" >> {folder}/asked',
+    }.items():
+        program = folder / name
+        program.write_text(f"#!/bin/sh\n{text}\n")
+        program.chmod(0o755)
+    environ = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "4711"}
+    environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    done = subprocess.run(["bash", "job.sh"], cwd=folder, env=environ, timeout=60, check=False)
+    asked = folder / "asked"
+    return done.returncode, asked.read_text() if asked.exists() else ""
+
+
+@pytest.mark.parametrize(
+    ("launcher_exit_code", "state", "asked"),
+    [(75, "RUNNING", "requeue 4711\n"), (75, "COMPLETING", ""), (1, "RUNNING", ""), (0, "RUNNING", "")],
+)
+def test_a_job_that_has_saved_is_requeued_unless_it_was_cancelled(
+    capsys: pytest.CaptureFixture[str], folder: Path, launcher_exit_code: int, state: str, asked: str
+) -> None:
+    shown(capsys, "slurm", "--requeue", "--write", "job.sh", "train.py")
+    assert "#SBATCH --signal=USR1@120\n" in Path("job.sh").read_text()
+    assert _run_batch(folder, launcher_exit_code, state) == (launcher_exit_code, asked)
 
 
 def test_a_range_of_nodes_outlives_a_node(capsys: pytest.CaptureFixture[str]) -> None:

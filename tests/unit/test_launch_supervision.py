@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import signal
+from itertools import pairwise
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from disttrain_launch.workers.outcome import Failed, Interrupted, Outcome, Succeeded
+from disttrain.reports import REQUEUE_EXIT_CODE
+from disttrain_launch.workers.outcome import Changed, Failed, Interrupted, Outcome, Requeued, Succeeded, outweighs
 from disttrain_launch.workers.supervision import (
     KILL_S,
     PASSED_SIGNALS,
     PATIENCE_S,
+    SETTLE_S,
     STOP_SIGNALS,
     AskForDumps,
     Command,
@@ -34,8 +37,13 @@ NUM_WORKERS = 4
 KILLED = [Send(signal.SIGKILL, with_children=True), SetDeadline(KILL_S)]
 
 
-def failed(rank: int, returncode: int = 1) -> Failed:
-    return Failed(rank, rank, 0, "host", 100 + rank, returncode, 1.0, "last lines", "")
+def failed(rank: int, returncode: int = 1, summary: str = "", *, is_consequence: bool = False) -> Failed:
+    return Failed(rank, rank, 0, "host", 100 + rank, returncode, 1.0, "last lines", "", summary, is_consequence)
+
+
+def left(*ranks: int) -> WorkersExited:
+    """These have saved, and left."""
+    return exited(*ranks, failures=tuple(failed(rank, REQUEUE_EXIT_CODE) for rank in ranks))
 
 
 def exited(*ranks: int, failures: tuple[Failed, ...] = ()) -> WorkersExited:
@@ -157,6 +165,49 @@ def test_the_peers_word_about_who_was_first_is_final() -> None:
     ]
 
 
+def test_who_lost_a_peer_may_not_be_to_blame() -> None:
+    lost, own = failed(0, is_consequence=True), failed(2)
+    commands = commands_of(
+        exited(0, failures=(lost,)),
+        exited(2, failures=(own,)),
+        exited(1, 3, failures=(failed(1, is_consequence=True), failed(3, is_consequence=True))),
+        asks_for_dumps=True,
+    )
+    assert commands == [AskForDumps(SETTLE_S), Tell(lost), Tell(own), End(own)]
+    assert commands_of(exited(0, 1, 2, 3, failures=(lost, own))) == [Tell(own), End(own)]
+
+
+def test_who_was_about_to_fail_as_we_stopped_it_is_to_blame_too() -> None:
+    lost = failed(0, is_consequence=True)
+    stopped = exited(1, failures=(failed(1, -signal.SIGTERM),))
+    own = failed(2, -signal.SIGTERM, "ValueError: x")
+    commands = commands_of(exited(0, failures=(lost,)), stopped, exited(2, failures=(own,)), exited(3))
+    assert [command for command in commands if isinstance(command, Tell | End)] == [Tell(lost), Tell(own), End(own)]
+
+
+def test_workers_that_leave_after_a_notice_have_not_failed() -> None:
+    requeued = Requeued(1, 0, "host")
+    assert commands_of(left(1), left(0, 2, 3)) == [SetDeadline(30.0), Tell(requeued), End(requeued)]
+    interrupted = Interrupted(signal.SIGTERM, 0, "host")
+    assert commands_of(SignalCame(signal.SIGTERM), left(1), left(0, 2, 3))[2:] == [
+        Tell(interrupted),
+        Tell(requeued),
+        End(requeued),
+    ]
+    assert commands_of(RoundEnds(requeued), DeadlinePassed()) == [SetDeadline(30.0), *KILLED]
+
+
+def test_workers_may_save_when_nodes_come_and_go() -> None:
+    orderly = Changed("1 more node came", is_orderly=True)
+    assert commands_of(RoundEnds(orderly), left(0, 1, 2, 3), asks_for_dumps=True) == [
+        Send(signal.SIGTERM, with_children=True),
+        SetDeadline(30.0),
+        End(orderly),
+    ]
+    lost = Changed("node 1 gave no sign of life")
+    assert commands_of(RoundEnds(lost), asks_for_dumps=True) == [AskForDumps()]
+
+
 class AnyOrder(RuleBasedStateMachine):
     """Random events in random order: whoever is left was told to stop, and the end comes once, with nobody left."""
 
@@ -186,9 +237,11 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(data=st.data())
     def workers_exit(self, data: st.DataObject) -> None:
         ended = data.draw(st.sets(st.sampled_from(sorted(self.alive)), min_size=1))
-        codes = {rank: data.draw(st.sampled_from([0, 1, -9])) for rank in ended}
+        codes = {rank: data.draw(st.sampled_from([0, 1, -9, REQUEUE_EXIT_CODE])) for rank in ended}
         self.alive -= ended
-        self.feed(exited(*ended, failures=tuple(failed(rank, code) for rank, code in codes.items() if code)))
+        is_lost = data.draw(st.booleans())
+        failures = (failed(rank, code, is_consequence=is_lost) for rank, code in codes.items() if code)
+        self.feed(exited(*ended, failures=tuple(failures)))
 
     @precondition(lambda self: not self.ends)
     @rule(number=st.sampled_from([*STOP_SIGNALS, *PASSED_SIGNALS]))
@@ -207,12 +260,13 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def the_end_comes_once_and_last(self) -> None:
         assert len(self.ends) <= 1
-        # Of all that stops a round, only the first is told, and that this launcher was sent a signal.
-        assert len(self.tells) <= 2
-        assert all(isinstance(tell, Interrupted) for tell in self.tells[1:])
+        # Of all that stops a round, only the first is told, what is likelier, and that this launcher was sent a signal.
+        assert len(self.tells) <= 4
+        for before, tell in pairwise(self.tells):
+            assert isinstance(tell, Interrupted) or outweighs(tell, before)
         assert not (self.ends and self.alive)
         if self.machine.is_stopping and self.alive:
-            assert self.is_stopped
+            assert self.is_stopped or isinstance(self.tells[0], Requeued)
         if self.machine.is_stopping and not self.alive:
             assert self.ends
 

@@ -17,6 +17,7 @@ from disttrain.checkpoint.async_saving.shared_memory import SharedMemory
 from disttrain.checkpoint.async_saving.wire import Wire
 from disttrain.errors import CheckpointError
 from disttrain.settings import environment
+from disttrain.signals import blocked_for_a_helper
 
 Hear = Callable[[list[Any]], None]
 
@@ -30,20 +31,21 @@ class WriterLink:
     def __init__(self, config: Sequence[Any], hear: Hear, died: Callable[[str], None]) -> None:
         local_end, writer_end = socket.socketpair()
         try:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "disttrain.checkpoint.async_saving.writer_process",
-                    str(writer_end.fileno()),
-                ],
-                pass_fds=[writer_end.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env={**environment(), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-                start_new_session=True,
-            )
+            with blocked_for_a_helper():
+                self._process = subprocess.Popen(
+                    [
+                        sys.executable,
+                        "-P",
+                        "-m",
+                        "disttrain.checkpoint.async_saving.writer_process",
+                        str(writer_end.fileno()),
+                    ],
+                    pass_fds=[writer_end.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    env={**environment(), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                    start_new_session=True,
+                )
         except OSError as error:
             local_end.close()
             raise CheckpointError("async_save", f"cannot start {sys.executable}: {error}.") from error

@@ -12,7 +12,6 @@ import importlib
 import mmap
 import os
 import queue
-import signal
 import socket
 import sys
 import threading
@@ -45,6 +44,7 @@ from disttrain.checkpoint.storage.base import Storage
 from disttrain.checkpoint.storage.removal import remove_all
 from disttrain.errors import CheckpointError, DisttrainError, StoreError
 from disttrain.settings import CHECKPOINT_ORPHAN_TIMEOUT_S
+from disttrain.signals import ignore_all
 from disttrain.store import PrefixStore, Store
 from disttrain.store.connection.handover import store_from_plain
 
@@ -279,8 +279,7 @@ def _yield_to_training() -> None:
 def main() -> None:
     # Interrupts from a terminal, and a cluster's request to end, go to all processes of a job. They are for the
     # training process, which may be saving because of them; when it ends, this one knows.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_all()
     _yield_to_training()
     try:
         writer = Writer(Wire(socket.socket(fileno=int(sys.argv[1]))))

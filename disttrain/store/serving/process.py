@@ -35,6 +35,7 @@ from disttrain.settings import (
     STORE_TLS_CERT,
     STORE_TLS_KEY,
 )
+from disttrain.signals import blocked_for_a_helper
 from disttrain.store.protocol.limits import Limits
 from disttrain.store.protocol.wire import Decoder, Message, WireError, encode
 from disttrain.store.server import ENGINES, READY, ServerConfig
@@ -174,15 +175,16 @@ def spawn_server(
     server_stdin, to_server = os.pipe()
     from_server, server_stdout = os.pipe()
     try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "disttrain.store.server"],
-            stdin=server_stdin,
-            stdout=server_stdout,
-            # `-m` looks into the working directory first: so it finds the package that we were imported from.
-            cwd=Path(__file__).parents[3],
-            start_new_session=True,
-            pass_fds=() if listen_fd is None else (listen_fd,),
-        )
+        with blocked_for_a_helper():
+            process = subprocess.Popen(
+                [sys.executable, "-m", "disttrain.store.server"],
+                stdin=server_stdin,
+                stdout=server_stdout,
+                # `-m` looks into the working directory first: so it finds the package that we were imported from.
+                cwd=Path(__file__).parents[3],
+                start_new_session=True,
+                pass_fds=() if listen_fd is None else (listen_fd,),
+            )
     except OSError as error:
         os.close(to_server)
         os.close(from_server)

@@ -15,7 +15,17 @@ from disttrain_launch.output.view import JobNode, JobState
 from disttrain_launch.rendezvous.messages import Came, Done, Formed, Refused, Run, Stop
 from disttrain_launch.rendezvous.rounds import Node, Phase
 from disttrain_launch.rendezvous.state import Command, Event, Tell
-from disttrain_launch.workers.outcome import Changed, Exit, Failed, Interrupted, Lost, Outcome, Succeeded, signal_name
+from disttrain_launch.workers.outcome import (
+    Changed,
+    Exit,
+    Failed,
+    Interrupted,
+    Lost,
+    Outcome,
+    Requeued,
+    Succeeded,
+    signal_name,
+)
 
 Record = dict[str, Any]
 
@@ -36,6 +46,8 @@ def cause_of(outcome: Outcome) -> Record:
             return {"kind": "worker failed", **where, **exit_fields(Exit(outcome.returncode))}
         case Interrupted(number, _, host):
             return {"kind": "signal", "signal": signal_name(number), "host": host}
+        case Requeued(rank, _, host):
+            return {"kind": "requeue", "rank": rank, "host": host}
         case Lost(problem):
             return {"kind": "lost", "reason": problem}
         case Changed(change):

@@ -15,7 +15,7 @@ from disttrain_launch.request.job import OPERATION
 
 MAX_LINE_BYTES = 1 << 20
 """A longer line is cut: a stream that never ends its line must not fill the memory."""
-TAIL_BYTES = 16 << 10
+TAIL_BYTES = 64 << 10
 READ_BYTES = 1 << 16
 _ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 MAX_DRAIN_READS = 64

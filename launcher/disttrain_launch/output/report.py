@@ -6,10 +6,21 @@ import re
 import signal
 from pathlib import Path
 
+from disttrain_launch.output.holding import without_frames
 from disttrain_launch.request.job import OPERATION, JobSpec
-from disttrain_launch.workers.outcome import Changed, Exit, Failed, Interrupted, Lost, Outcome, Succeeded, signal_name
+from disttrain_launch.workers.last_words import excerpt
+from disttrain_launch.workers.outcome import (
+    Changed,
+    Exit,
+    Failed,
+    Interrupted,
+    Lost,
+    Outcome,
+    Requeued,
+    Succeeded,
+    signal_name,
+)
 
-MAX_LINES = 40
 _HINTS: dict[int, str] = {
     signal.SIGKILL: "SIGKILL often comes from the kernel when memory runs out: see dmesg, or the container's limits.",
     signal.SIGBUS: "SIGBUS often means that shared memory ran out: see df /dev/shm.",
@@ -28,10 +39,13 @@ def ending(outcome: Outcome, spec: JobSpec, note: str = "", *, is_told_elsewhere
         case Failed() if is_told_elsewhere:
             return _who_failed(outcome)
         case Failed():
-            return _failure(outcome) + (f"    {note}\n" if note else "")
+            return _failure(outcome, is_verbose=spec.logs.is_verbose) + (f"    {note}\n" if note else "")
         case Interrupted(number, node_rank, host):
             where = f" on node {node_rank} ({host})" if spec.num_nodes > 1 else ""
             return f"{OPERATION}: stopped by {signal_name(number)}{where}.\n"
+        case Requeued(rank, node_rank, host):
+            where = f" [node {node_rank}, host {host}]" if spec.num_nodes > 1 else ""
+            return f"{OPERATION}: rank {rank} left with exit code {outcome.exit_code}, to be started again.{where}\n"
         case Lost(problem) | Changed(problem):
             return f"{OPERATION}: {problem}\n"
 
@@ -42,8 +56,9 @@ def node_that_failed(text: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-def _failure(failed: Failed) -> str:
-    lines = _last_lines(failed.last_lines)
+def _failure(failed: Failed, *, is_verbose: bool) -> str:
+    said = excerpt(failed.last_lines)
+    lines = (said if is_verbose else without_frames(said)).splitlines()
     text = f"{OPERATION}: the last lines on stderr of rank {failed.rank}:\n" if lines else ""
     text += "".join(f"    {line}\n" for line in lines)
     text += _who_failed(failed)
@@ -59,13 +74,3 @@ def _who_failed(failed: Failed) -> str:
         f"{OPERATION}: rank {failed.rank} failed first: {Exit(failed.returncode)} after {failed.ran_s:.1f} s "
         f"[node {failed.node_rank}, host {failed.host}, local rank {failed.local_rank}, pid {failed.pid}]\n"
     )
-
-
-def _last_lines(text: str) -> list[str]:
-    """The end of `text`, from the last traceback on where there is one."""
-    lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
-    while lines and not lines[-1].strip():
-        lines.pop()
-    lines = lines[-MAX_LINES:]
-    first = next((at for at, line in enumerate(lines) if line.startswith("Traceback ")), 0)
-    return lines[first:]

@@ -9,9 +9,10 @@ from functools import partial
 from importlib.util import find_spec
 
 from disttrain import settings
+from disttrain_launch.output.holding import HoldingVoice, without_frames
 from disttrain_launch.output.logs import StreamPump, Voice, log_path, open_log
 from disttrain_launch.output.merging import Merger
-from disttrain_launch.output.screen import PlainVoice, Screen, ranks_prefix, terminal_variables
+from disttrain_launch.output.screen import PlainVoice, Screen, prefixed, ranks_prefix, terminal_variables
 from disttrain_launch.output.streams import Streams
 from disttrain_launch.request.job import STDERR, STDOUT, STREAM_NAMES, JobSpec
 from disttrain_launch.workers.worker import Worker
@@ -27,6 +28,12 @@ class Output(Streams):
         mergers = {screen: Merger(screen, partial(self._prefix, screen)) for screen in self.screens.values()}
         self._mergers = tuple(mergers.values())
         self._merger_of = {stream: mergers[screen] for stream, screen in self.screens.items()}
+        self._holding: dict[int, HoldingVoice] = {}
+        """By rank."""
+        self.held: dict[int, str] = {}
+        """By rank: what those that have ended said at last, and nobody has seen."""
+        self.is_ending = False
+        """Whether workers are being stopped: nothing is released any more."""
 
     def worker_variables(self) -> dict[str, str]:
         """Environment variables for workers that write here."""
@@ -44,6 +51,19 @@ class Output(Streams):
             return ""
         return str(log_path(logs.directory, worker.rank, STREAM_NAMES[STDERR]))
 
+    @property
+    def holds(self) -> bool:
+        """Whether last words are held back."""
+        return self._spec.logs.holds
+
+    @property
+    def log_files(self) -> str:
+        """The pattern of the paths of all workers' stderr logs; empty where there are none."""
+        logs = self._spec.logs
+        if logs.directory is None or not all(logs.keeps(rank, STDERR) for rank in range(self._spec.num_local_workers)):
+            return ""
+        return str(logs.directory / "rank-*" / f"{STREAM_NAMES[STDERR]}.log")
+
     def mention(self, text: str) -> None:
         """A message of the launcher's own that a quiet one keeps to itself."""
         if not self._spec.logs.is_quiet:
@@ -60,11 +80,44 @@ class Output(Streams):
     def show_table(self, lines: Sequence[bytes]) -> None:
         self.screens[STDOUT].show_table(lines)
 
+    def release(self, rank: int | None = None) -> None:
+        """Show what this rank (None: each) has said at last."""
+        for other, voice in self._holding.items():
+            if voice.held and rank in (None, other):
+                voice.release()
+
+    def end_all(self) -> None:
+        super().end_all()
+        self.held = {
+            rank: without_frames(text.decode("utf-8", "replace")) + "\n" for rank, text in self._take_held().items()
+        }
+        self.is_ending = False
+
+    def show_held_back(self) -> None:
+        """Show what all that have ended have said at last."""
+        held, self.held = self.held, {}
+        for rank, text in held.items():
+            self.show_ended(rank, text)
+
+    def show_ended(self, rank: int, text: str) -> None:
+        """Show what a rank has said that has ended."""
+        screen = self.screens[STDERR]
+        screen.show_lines(prefixed(self._prefix(screen, (rank,)), text.encode("utf-8", "replace")))
+
+    def _take_held(self) -> dict[int, bytes]:
+        holding, self._holding = self._holding, {}
+        return {rank: voice.held for rank, voice in holding.items() if voice.held}
+
     def move_due(self) -> float | None:
         """Show what was held back long enough. Returns: the seconds until more is due; None: nothing is held."""
+        voices = () if self.is_ending else self._holding.values()
+        for voice in voices:
+            if voice.deadline_s is not None and time.monotonic() >= voice.deadline_s:
+                voice.release()
         for merger in self._mergers:
             merger.release()
-        times_s = [merger.deadline_s for merger in self._mergers if merger.deadline_s is not None]
+        due = (*self._mergers, *voices)
+        times_s = [each.deadline_s for each in due if each.deadline_s is not None]
         return max(0.0, min(times_s) - time.monotonic()) if times_s else None
 
     def show_held(self) -> None:
@@ -76,9 +129,12 @@ class Output(Streams):
         log_file = None
         if logs.directory is not None and logs.keeps(worker.local_rank, stream):
             log_file = open_log(log_path(logs.directory, worker.rank, STREAM_NAMES[stream]), self._spec.run_id)
+        voice = self._voice(worker.rank, stream) if logs.shows(worker.local_rank, stream) else None
+        if voice is not None and stream == STDERR and logs.holds:
+            voice = self._holding[worker.rank] = HoldingVoice(voice)
         return StreamPump(
             fd,
-            voice=self._voice(worker.rank, stream) if logs.shows(worker.local_rank, stream) else None,
+            voice=voice,
             log_file=log_file,
             shows_bar=worker.rank == 0,
             say=self.say,

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from disttrain.errors import StoreError, StoreTimeoutError
 from disttrain.store import PrefixStore
 from disttrain.store.base import Store
+from disttrain_launch.output.streams_of_workers import Output
 from disttrain_launch.output.view import JobState, NodeState, look, tell_job, tell_node
 from disttrain_launch.rendezvous.node0 import ROOM
 from disttrain_launch.workers.board import Board
@@ -36,13 +37,13 @@ class TableFeed:
         self.is_coloured = is_coloured
         self._lines: Sequence[bytes] = ()
 
-    def take(self) -> Sequence[bytes]:
-        """The last one; what is in `fd` is read."""
+    def show(self, output: Output) -> None:
+        """Draw the last one; what is in `fd` is read."""
         try:
             os.read(self.fd, 4096)
         except BlockingIOError:
             pass
-        return self._lines
+        output.show_table(self._lines)
 
     def put(self, lines: Sequence[bytes]) -> None:
         self._lines = lines

@@ -12,6 +12,7 @@ import os
 import queue
 import threading
 import time
+from contextlib import suppress
 
 from disttrain.errors import StoreError, StoreTimeoutError
 from disttrain.store import PrefixStore
@@ -52,6 +53,7 @@ class JobLink:
         self._max_missed_beats = max_missed_beats
         self._num_answers = 0
         self._is_lost = False
+        self.has_sent_dumps = False
         self._reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self._unanswered: list[Report] = []
         self._changed = threading.Condition()
@@ -111,6 +113,21 @@ class JobLink:
         if not isinstance(self._word, Done | Refused):
             self._is_lost = True
             self._hear(Done(Lost(f"node 0's store at {self._where} went away, and the job with it: {problem}")))
+
+    def send_dumps(self, round: int, packed: bytes) -> None:
+        """Have node 0 get this node's dumps of a round."""
+        with suppress(StoreError):  # It says then that they did not come.
+            self._store.set(f"{_dumps(round)}{self._agent}", packed)
+            self.has_sent_dumps = True
+
+    def take_dumps(self, round: int) -> list[bytes]:
+        """All nodes' dumps of a round, once."""
+        taken = []
+        with suppress(StoreError):  # Those that have come are good.
+            for key in self._store.list_keys(_dumps(round)):
+                taken.append(self._store.get(key))
+                self._store.delete_key(key)
+        return taken
 
     def leave(self) -> None:
         """Let node 0 know that this node has heard how it ended."""
@@ -188,6 +205,10 @@ class JobLink:
             self._unanswered.clear()
             self._changed.notify_all()
         os.write(self._write_fd, b"!")
+
+
+def _dumps(round: int) -> str:
+    return f"dumps/{round}/"
 
 
 def _problem(error: StoreError | ValueError) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from disttrain_launch.rendezvous.rounds import Node, Place
-from disttrain_launch.workers.outcome import Changed, Failed, Interrupted, Lost, Outcome, Succeeded
+from disttrain_launch.workers.outcome import Changed, Failed, Interrupted, Lost, Outcome, Requeued, Succeeded
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ _KINDS: dict[str, type] = {
     kind.__name__: kind
     for kind in (
         *(Came, Ended, Stopped, Heard, Happened, Formed, Run, Wait, Stop, Done, Refused),
-        *(Succeeded, Failed, Interrupted, Changed, Lost, Node, Place),
+        *(Succeeded, Failed, Interrupted, Requeued, Changed, Lost, Node, Place),
     )
 }
 

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 from disttrain.errors import DisttrainError, RendezvousError
+from disttrain_launch.output.fates import fates
 from disttrain_launch.output.report import ending
 from disttrain_launch.rendezvous.link import JobLink
 from disttrain_launch.rendezvous.messages import Done, Refused, Run, Stop, Wait, Word
 from disttrain_launch.rendezvous.node0 import SAY_EVERY_S, Say
+from disttrain_launch.rendezvous.rounds import Place
 from disttrain_launch.request.job import OPERATION, JobSpec
 from disttrain_launch.workers.agent import Agent
-from disttrain_launch.workers.outcome import Changed, Lost, Outcome
+from disttrain_launch.workers.outcome import Changed, Failed, Lost, Outcome
 from disttrain_launch.workers.signals import SignalPipe
 
 LEADER_SILENT_S = 30.0
 """The time after which a waiting node gives up a silent node 0."""
 
 
-def take_part(spec: JobSpec, agent: Agent, link: JobLink, signals: SignalPipe, say: Say) -> Done:
+def take_part(
+    spec: JobSpec, agent: Agent, link: JobLink, signals: SignalPipe, say: Say, explain: Callable[[int, Outcome], str]
+) -> Done:
     """Run this node's workers whenever node 0 says so. Returns its last word.
+
+    `explain` says on node 0 what is known of the end of a round that another follows, given its number and outcome.
 
     Raises RendezvousError when the node is refused, LaunchError when its workers cannot be started; the others know.
     """
@@ -32,9 +42,13 @@ def take_part(spec: JobSpec, agent: Agent, link: JobLink, signals: SignalPipe, s
             case Run(place):
                 if place.round > 0:
                     _say_round(spec, agent, last, word)
+                if isinstance(last, Failed) and place.group_rank == 0:
+                    agent.explanations.begin(partial(explain, agent.round, last))
                 last = _run(agent, link, word)
-            case Stop(round):
-                link.stopped(round)  # Perhaps it came before the workers were started, or after they had ended.
+            case Stop(round, cause):
+                # Perhaps it came before the workers were started, or after they had ended: for another cause, then.
+                link.stopped(round)
+                last = cause if round == agent.round else last
             case Wait(reason):
                 say(f"waiting {reason}")
             case Refused(problem, remedy):
@@ -50,8 +64,22 @@ def _run(agent: Agent, link: JobLink, word: Run) -> Outcome:
         link.ended(agent.round, Lost(f"node {word.place.group_rank} could not start its workers: {error}"))
         link.stopped(agent.round)
         raise
+    if isinstance(outcome, Failed) and word.place.group_rank > 0:
+        _send_dumps(agent.dump_folder, word.place, link)
     link.stopped(agent.round)
     return outcome
+
+
+def _send_dumps(folder: Path, place: Place, link: JobLink) -> None:
+    """Have node 0 get what workers of a round dumped here."""
+    if not folder.is_dir():
+        return
+    from disttrain_launch.output.dump_exchange import pack  # only a job that fails needs it
+
+    try:
+        link.send_dumps(place.round, pack(folder, place.num_nodes))
+    except OSError as problem:
+        print(f"{OPERATION}: flight recorder: dumps cannot be sent to node 0: {problem}", file=sys.stderr)
 
 
 def _next_word(link: JobLink, num_heard: int, say: Say) -> tuple[int, Word]:
@@ -75,9 +103,13 @@ def _next_word(link: JobLink, num_heard: int, say: Say) -> tuple[int, Word]:
 def _say_round(spec: JobSpec, agent: Agent, last: Outcome | None, run: Run) -> None:
     """Tells the end of the last round, and this node's part in the next."""
     place = run.place
-    text = "" if last is None else ending(last, spec, is_told_elsewhere=place.group_rank > 0)
-    if isinstance(last, Changed):
-        text = f"{OPERATION}: round {place.round - 1} ended: {last.change}.\n"
+    is_told_elsewhere, text = place.group_rank > 0, ""
+    if last is not None:
+        text = fates(last, agent.output, agent.stopped_ranks, is_told_elsewhere=is_told_elsewhere)
+        if isinstance(last, Changed):
+            text += f"{OPERATION}: round {place.round - 1} ended: {last.change}.\n"
+        else:
+            text += ending(last, spec, is_told_elsewhere=is_told_elsewhere)
     nodes = f"{place.num_nodes} node{'s' if place.num_nodes > 1 else ''}"
     workers = f"{place.world_size} worker{'s' if place.world_size > 1 else ''}"
     restarts = f"; restart {run.num_restarts} of {spec.max_restarts}" if run.num_restarts else ""

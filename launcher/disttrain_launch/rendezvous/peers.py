@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from disttrain_launch.rendezvous.rounds import Node, choose_group_ranks
-from disttrain_launch.workers.outcome import Interrupted
+from disttrain_launch.rendezvous.rounds import Node, Terms, choose_group_ranks, name_nodes
+from disttrain_launch.workers.outcome import Interrupted, Requeued
 
 
 @dataclass
@@ -16,7 +16,26 @@ class Peer:
     """In the round that runs, or in the last one that it took part in."""
     is_busy: bool = False
     """It may have workers."""
-    leaves: Interrupted | None = None
+    leaves: Interrupted | Requeued | None = None
+
+
+MAX_NAMED = 8
+
+
+def busy_text(peers: Iterable[Peer]) -> str:
+    """Tells those that have workers, and are to stop them."""
+    busy = [str(peer.node) for peer in peers if peer.is_busy]
+    return f"{', '.join(busy[:MAX_NAMED])}{' and others' if len(busy) > MAX_NAMED else ''} to stop its workers"
+
+
+def absent_text(taken: Collection[int], num_here: int, num_needed: int, terms: Terms, num_nodes: str) -> str:
+    """Tells the nodes that are awaited, by their ranks where these are known; empty when none is. `num_nodes`: of the
+    job, as node 0 was told."""
+    absent = tuple(rank for rank in range(num_needed) if rank not in taken)
+    num_more = num_needed - num_here
+    if len(absent) == num_more and not terms.is_elastic:
+        return f"{name_nodes(absent)} of {num_needed}" if absent else ""
+    return f"{num_more} more node{'s' if num_more > 1 else ''} ({num_here} of {num_nodes} here)"
 
 
 @dataclass(frozen=True)

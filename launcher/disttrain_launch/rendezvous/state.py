@@ -28,12 +28,12 @@ from disttrain_launch.rendezvous.messages import (
     Wait,
     Word,
 )
-from disttrain_launch.rendezvous.peers import Peer, choose
+from disttrain_launch.rendezvous.peers import Peer, absent_text, busy_text, choose
 from disttrain_launch.rendezvous.pending import Held
 from disttrain_launch.rendezvous.refusals import given_up, misfit, taken_twice, too_few, too_late, uneven
 from disttrain_launch.rendezvous.restarts import Again, GiveUp, Restarts
-from disttrain_launch.rendezvous.rounds import Node, Phase, Terms, name_nodes, place_nodes
-from disttrain_launch.workers.outcome import Changed, Failed, Interrupted, Lost, Outcome, Succeeded, signal_name
+from disttrain_launch.rendezvous.rounds import Node, Phase, Terms, place_nodes
+from disttrain_launch.workers.outcome import Changed, Failed, Interrupted, Lost, Outcome, Requeued, Succeeded, outweighs
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,6 @@ class Warn:
 
 
 Command = Tell | Warn | Formed
-
-MAX_NAMED = 8
 
 
 class Rendezvous:
@@ -130,18 +128,11 @@ class Rendezvous:
     def awaited(self) -> str:
         """For whom those that are here wait; empty when for nobody."""
         if self.phase is Phase.STOPPING:
-            busy = [str(peer.node) for peer in self._peers.values() if peer.is_busy]
-            return f"{', '.join(busy[:MAX_NAMED])}{' and others' if len(busy) > MAX_NAMED else ''} to stop its workers"
+            return busy_text(self._peers.values())
         if self.phase is not Phase.GATHERING:
             return ""
         needed = self.terms.min_nodes if self._is_short else self.terms.max_nodes
-        absent = tuple(rank for rank in range(needed) if rank not in self._by_node_rank)
-        if len(absent) == needed - len(self._peers) and not self.terms.is_elastic:
-            return f"{name_nodes(absent)} of {needed}" if absent else ""
-        num_more = needed - len(self._peers)
-        return (
-            f"{num_more} more node{'s' if num_more > 1 else ''} ({len(self._peers)} of {self._leader.num_nodes} here)"
-        )
+        return absent_text(self._by_node_rank, len(self._peers), needed, self.terms, self._leader.num_nodes)
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         """Commands come in the order in which they are to be carried out."""
@@ -232,8 +223,14 @@ class Rendezvous:
             self._rest(peer)
             self._remove(peer, Done(outcome))
             self._change(outcome.problem)
+        elif isinstance(outcome, Requeued) and peer.leaves is not None:
+            peer.leaves = outcome
         elif self.phase is Phase.RUNNING:
             self._stop(outcome)
+        elif self._cause is not None and outweighs(outcome, self._cause):
+            self._cause = outcome
+            for agent in self._members:
+                self._tell(agent, Stop(self._round, outcome))
 
     def _interrupted(self, peer: Peer, outcome: Interrupted) -> None:
         """A signal to a launcher ends the job, but where nodes may leave only that node's part in it."""
@@ -242,11 +239,11 @@ class Rendezvous:
                 self._end(Done(outcome))
             elif self.phase is Phase.RUNNING:
                 self._stop(outcome)
-            else:
+            elif not isinstance(self._cause, Requeued):
                 self._cause, self._is_change = outcome, False
         elif peer.is_busy:
             peer.leaves = outcome
-            self._change(f"{peer.node} leaves ({signal_name(outcome.signal_number)})")
+            self._change(f"{peer.node} leaves ({outcome.signal_name})", is_orderly=True)
         else:
             self._remove(peer, Done(outcome))
 
@@ -268,10 +265,10 @@ class Rendezvous:
         elif was_busy and self.phase is Phase.RUNNING:
             self._stop(Lost(f"{peer.node} {silent}; the job was stopped."))
 
-    def _change(self, change: str) -> None:
+    def _change(self, change: str, *, is_orderly: bool = False) -> None:
         if self.phase is Phase.RUNNING:
-            self._stop(Changed(change))
-        self._is_change = not isinstance(self._cause, Interrupted | Lost)
+            self._stop(Changed(change, is_orderly))
+        self._is_change = not isinstance(self._cause, Interrupted | Requeued | Lost)
 
     def _rest(self, peer: Peer) -> None:
         self._num_busy -= peer.is_busy
@@ -305,7 +302,7 @@ class Rendezvous:
                 self._end(Done(Succeeded()))
             elif self._is_called(now_s, has_enough=self._has_room_for_others):
                 newcomers = len(self._peers) - len(self._members)
-                self._change(f"{newcomers} more node{'s' if newcomers > 1 else ''} came")
+                self._change(f"{newcomers} more node{'s' if newcomers > 1 else ''} came", is_orderly=True)
         if self.phase is Phase.GATHERING and now_s >= self._not_before_s:
             if self._is_called(now_s, has_enough=not self._is_short):
                 self._begin()

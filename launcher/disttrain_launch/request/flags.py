@@ -69,7 +69,7 @@ Slurm:        disttrain-launch submit slurm --now --nnodes 2 --nproc-per-node 8 
 variables:    DISTTRAIN_LAUNCH_NNODES=2, or torchrun's PET_NNODES=2, is --nnodes 2; so for every flag, 1 for a switch
 TLS:          set DISTTRAIN_STORE_TLS_CA on all nodes, DISTTRAIN_STORE_TLS_CERT and DISTTRAIN_STORE_TLS_KEY on node 0
 exit code:    that of the first worker that failed, 128 + signal number where a signal ended it or the launcher;
-              2 when the job was not started as asked
+              2 when the job was not started as asked; 75 when it was told to go and has saved: start it again
 """
 
 
@@ -193,6 +193,13 @@ def _add_logs(parser: Parser) -> None:
     add_flag(group, "--local-ranks-filter", default="", metavar="0,1", help="only these workers' lines on the screen")
     add_flag(group, "--no-fold", action="store_true", help="show equal lines of several ranks one by one")
     add_flag(group, "-q", "--quiet", action="store_true", help="no table; of the launcher itself only why a job failed")
+    add_flag(
+        group,
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="when a job fails, show what all ranks say of it, and C++ stacks",
+    )
     add_flag(
         group,
         "--event-log",

@@ -69,6 +69,13 @@ class LogPlan:
     """The file to which node 0 writes events, as JSON."""
     is_quiet: bool = False
     """The launcher itself says only why the job failed."""
+    is_verbose: bool = False
+    """All ranks' last words are shown, whoever is to blame, and what C++ says."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether last words are held back until it is known who is to blame."""
+        return not (self.is_quiet or self.is_verbose)
 
     def keeps(self, local_rank: int, stream: int) -> bool:
         if self.only_file.is_empty and self.file_and_screen.is_empty:

@@ -240,6 +240,7 @@ def _log_plan(args: argparse.Namespace, run_id: str) -> LogPlan:
         folds=not args.no_fold,
         event_file=event_file if args.event_log is None else Path(args.event_log).absolute(),
         is_quiet=args.quiet,
+        is_verbose=args.verbose,
     )
 
 

@@ -59,8 +59,16 @@ def _add_slurm(parser: Parser) -> None:
     for flag in ("--time", "--partition", "--account"):
         add_flag(group, flag, metavar=flag[2:].upper())
     add_flag(group, "--output", metavar="FILE", help="what the job prints (Slurm's default: slurm-JOB.out)")
-    add_flag(group, "--requeue", action="store_true", help="start it again when its nodes are taken away")
-    add_flag(group, "--save-time", type=int, metavar="S", help="SIGTERM to workers S seconds before the time is up")
+    add_flag(
+        group, "--requeue", action="store_true", help="start it again when its time is up, or its nodes are taken away"
+    )
+    add_flag(
+        group,
+        "--save-time",
+        type=int,
+        metavar="S",
+        help="tell workers S seconds before the time is up (SIGUSR1; with --requeue default: 120)",
+    )
     add_flag(group, "--sbatch", action="append", default=[], metavar="KEY=VALUE", help="any other line of sbatch's")
 
 

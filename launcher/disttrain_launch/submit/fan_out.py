@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 
 from disttrain.errors import LaunchError
+from disttrain.reports import REQUEUE_EXIT_CODE
 from disttrain_launch.output.logs import StreamPump
 from disttrain_launch.output.report import node_that_failed
 from disttrain_launch.output.screen import Outlet, PlainVoice
@@ -174,7 +175,7 @@ class FanOut:
         said = (node_that_failed(self._last_lines[node_rank]) for node_rank in failed)
         first = next((node_rank for node_rank in said if node_rank in self._ended), failed[0])
         end = self._ended[first]
-        if self._was_signalled:
+        if self._was_signalled or end.exit_code == REQUEUE_EXIT_CODE:
             return end.exit_code  # No host is to blame, and the launchers have said why they end.
         reason = "ssh ended with 255: not reached, or lost" if end.exit_code == _UNREACHED else str(end)
         host = self._orders[first].host

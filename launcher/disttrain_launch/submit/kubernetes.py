@@ -11,16 +11,21 @@ import argparse
 import json
 import math
 import re
+import signal
 from collections.abc import Mapping
 from typing import Any
 
 from disttrain.errors import LaunchError
+from disttrain.reports import REQUEUE_EXIT_CODE
 from disttrain_launch.submit.request import Submission
 
 _END_S = 15
 """The time that a launcher may take to end beyond that of its workers."""
 MAX_NAME = 63
 """Characters of a pod's host name, by RFC 1123."""
+_CONTAINER = "launcher"
+_LEFT = (REQUEUE_EXIT_CODE, 128 + signal.SIGTERM)
+"""Exit codes of launchers that were told to go: workers have saved, or had not got so far that they could."""
 _TOKEN_FOLDER = "/run/disttrain"
 # What the launcher takes on standard input it may read whatever user the image runs as.
 _WITH_TOKEN = f'exec "$@" < {_TOKEN_FOLDER}/token'
@@ -44,7 +49,16 @@ def manifest(job: Submission, args: argparse.Namespace, variables: Mapping[str, 
         # The Job labels its pods; launchers look for node 0 before anybody calls its pod ready.
         "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"job-name": name}},
     }
+    launcher_left = {"containerName": _CONTAINER, "operator": "In", "values": list(_LEFT)}
     spec: Json = {
+        # Pods that are told to go come again, and don't count as failed; the others of the job have left with them.
+        "podFailurePolicy": {
+            "rules": [
+                # Kubernetes 1.26 asks for both in each rule.
+                {"action": "Ignore", "onExitCodes": launcher_left, "onPodConditions": []},
+                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            ]
+        },
         "completionMode": "Indexed",
         "completions": job.most_nodes,
         "parallelism": job.most_nodes,
@@ -103,7 +117,7 @@ def _pod(job: Submission, args: argparse.Namespace, name: str, variables: Mappin
         if amount is not None:
             resources[resource] = str(amount)
     container = {
-        "name": "launcher",
+        "name": _CONTAINER,
         "image": args.image,
         "command": ["sh", "-c", _WITH_TOKEN, "sh"],
         # Kubernetes puts a variable's value for $(NAME), unless the dollar is doubled.

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from disttrain.errors import LaunchError
+from disttrain.reports import REQUEUE_EXIT_CODE
 from disttrain_launch.submit.request import Submission, one_line
 
 _PLAIN = re.compile(r"[\w.,:/@%+=-]+", re.ASCII)
@@ -23,18 +24,32 @@ _ABOUT_TOKEN = """\
 """
 
 
+_REQUEUE = f"""\
+# {REQUEUE_EXIT_CODE}: it was told to go, has saved, and is to be started again. But not what somebody has cancelled.
+if [ "$status" = {REQUEUE_EXIT_CODE} ] && [ "$(squeue --noheader --format=%T --jobs="$SLURM_JOB_ID")" = RUNNING ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"
+"""
+_DEFAULT_SAVE_S = 120
+
+
 def batch_script(job: Submission, args: argparse.Namespace, working_directory: Path) -> str:
     """The whole script, for sbatch. Raises LaunchError for what no line of it can hold."""
     directives = (f"#SBATCH {line}" for line in _directives(job, args, working_directory))
     flags = [] if job.has_token else ["--token-file=-"]
     if job.is_elastic:
         flags.append(f"--nnodes={job.nnodes}")
-    if args.save_time is not None and "shutdown_timeout" not in args.given:
-        flags.append(f"--shutdown-timeout={args.save_time}")
+    save_s = _save_s(job, args)
+    if save_s is not None and "shutdown_timeout" not in args.given:
+        flags.append(f"--shutdown-timeout={save_s}")
     command = shlex.join((*_srun(job, args), *job.run_command(*flags)))
     if not job.has_token:
         command = f"{_ABOUT_TOKEN}{shlex.join(job.launcher)} --new-token - |\n    {command}"
-    return "\n".join(["#!/bin/bash", *directives, "", "set -euo pipefail", command, ""])
+    end = ""
+    if args.requeue:
+        command, end = f"status=0\n{command} || status=$?", _REQUEUE
+    return "\n".join(["#!/bin/bash", *directives, "", "set -euo pipefail", command, end])
 
 
 def _srun(job: Submission, args: argparse.Namespace) -> Iterator[str]:
@@ -63,8 +78,10 @@ def _directives(job: Submission, args: argparse.Namespace, working_directory: Pa
     yield line("chdir", working_directory)
     if args.requeue:
         yield "--requeue"
-    if args.save_time is not None:
-        yield f"--signal=TERM@{_save_time(job, args)}"
+        yield "--open-mode=append"  # else each start would empty what the one before has printed
+    if (save_s := _save_s(job, args)) is not None:
+        # SIGTERM would end children of workers, too, such as those that load data.
+        yield f"--signal=USR1@{save_s}"
     for choice in args.sbatch:
         key, equals, value = choice.removeprefix("--").partition("=")
         if not re.fullmatch(r"[a-z][a-z0-9-]*", key):
@@ -72,7 +89,10 @@ def _directives(job: Submission, args: argparse.Namespace, working_directory: Pa
         yield line(key, value) if equals else f"--{key}"
 
 
-def _save_time(job: Submission, args: argparse.Namespace) -> int:
+def _save_s(job: Submission, args: argparse.Namespace) -> int | None:
+    """How long before its end the job is told; None: it is not."""
+    if args.save_time is None:
+        return _DEFAULT_SAVE_S if args.requeue else None
     seconds = int(args.save_time)
     if not 0 < seconds <= 65535:
         raise LaunchError(job.operation, f"--save-time {seconds}: Slurm takes 1 to 65535 seconds.")

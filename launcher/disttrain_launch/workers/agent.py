@@ -13,7 +13,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from disttrain import settings
+from disttrain.flight_recorder.record.process_state import has_handler
+from disttrain.reports import ENDING, NOTICED, REQUEUE_EXIT_CODE
 from disttrain_launch.output.events import Record, exit_fields, happened
+from disttrain_launch.output.explaining import Explanations
 from disttrain_launch.output.logs import StreamPump
 from disttrain_launch.output.screen import Outlet
 from disttrain_launch.output.streams_of_workers import Output
@@ -21,12 +24,13 @@ from disttrain_launch.output.telling import TableFeed
 from disttrain_launch.rendezvous.link import JobLink
 from disttrain_launch.rendezvous.messages import Done, Run, Stop
 from disttrain_launch.request.job import OPERATION, JobSpec
+from disttrain_launch.workers import last_words
 from disttrain_launch.workers.binding import chosen_bindings, inherited_by_children
 from disttrain_launch.workers.board import Board
 from disttrain_launch.workers.dumps import dump_folder, ring_folder
 from disttrain_launch.workers.environment import Meeting, worker_environment
 from disttrain_launch.workers.leftovers import state_of, stop_leftovers
-from disttrain_launch.workers.outcome import Exit, Failed, Interrupted, Outcome, signal_name
+from disttrain_launch.workers.outcome import Changed, Exit, Failed, Interrupted, Lost, Outcome, signal_name
 from disttrain_launch.workers.signals import SignalPipe
 from disttrain_launch.workers.supervision import (
     PASSED_SIGNALS,
@@ -76,6 +80,8 @@ class Agent:
     ) -> None:
         self._spec = spec
         self._name = name
+        self._workers: dict[int, Worker] = {}
+        self._ended_well: set[int] = set()
         self._host = host
         self._environ = environ
         self._meeting = meeting
@@ -83,6 +89,8 @@ class Agent:
         self._warden = warden
         self._link = link
         self._board = board
+        self._was_noticed = False
+        """This launcher was sent SIGUSR1: whatever round comes, its workers are to stop."""
         self._bindings = chosen_bindings(spec.numa_binding, spec.num_local_workers, environ)
         self._selector = selectors.DefaultSelector()
         self.output = Output(spec, environ, self._selector)
@@ -90,6 +98,8 @@ class Agent:
         """Takes the table, where one can be shown."""
         if has_table and self.output.can_show_table:
             self.feed = TableFeed(is_coloured=not settings.NO_COLOR.read(environ))
+        self.explanations = Explanations()
+        """What is said later, while a round runs."""
         self.round = -1
         """The last one that it took part in."""
 
@@ -100,12 +110,13 @@ class Agent:
         """
         self.round = run.place.round
         self._group_rank = run.place.group_rank
-        self._workers: dict[int, Worker] = {}
+        self._workers, self._ended_well = {}, set()
         self._running: set[int] = set()
         self._board.begin(self.round)
         self._deadline_s: float | None = None
+        self._settled_s = 0.0
         self._outcome: Outcome | None = None
-        self._dump_folder = dump_folder(self._environ, self.round)
+        self.dump_folder = dump_folder(self._environ, self.round)
         self._dumping: Dumping | None = None
         self._supervision = Supervision(
             range(self._spec.num_local_workers),
@@ -115,8 +126,11 @@ class Agent:
             shutdown_timeout_s=self._spec.shutdown_timeout_s,
             asks_for_dumps=True,
         )
-        # Others that came between rounds were not meant for these workers.
-        if stops := [number for number in self._signals.read() if number in STOP_SIGNALS]:
+        came = self._signals.read()
+        self._was_noticed |= signal.SIGUSR1 in came
+        if self._was_noticed:
+            self._board.mark(NOTICED)
+        if stops := [number for number in came if number in STOP_SIGNALS]:
             interrupted = Interrupted(stops[0], self._group_rank, self._host)
             self._link.ended(self.round, interrupted)
             return interrupted
@@ -128,9 +142,8 @@ class Agent:
         finally:
             self._signals.interrupts = False
             self._end_dumping()
-            feed_fd = None if self.feed is None else self.feed.fd
-            for fd in (self._signals.fd, self._link.fd, self._meeting.server_fd, feed_fd):
-                if fd is not None and fd in self._selector.get_map():
+            for fd in self._sources():
+                if fd in self._selector.get_map():
                     self._selector.unregister(fd)
             for worker in self._workers.values():
                 worker.send(signal.SIGKILL, with_children=True)
@@ -141,13 +154,24 @@ class Agent:
                 worker.poll()
             self._collect_rings()
             self._warden.ended()
+            if not self._has_broken():
+                self.output.release()  # Nobody is to blame for what they say.
             self.output.end_all()
+
+    def _has_broken(self) -> bool:
+        """True when somebody may be to blame for the round's end."""
+        return isinstance(self._outcome, Failed | Lost | Changed) and not self._supervision.is_orderly
+
+    @property
+    def stopped_ranks(self) -> list[int]:
+        """Of the last round's workers, those that did not end well."""
+        return [worker.rank for local_rank, worker in self._workers.items() if local_rank not in self._ended_well]
 
     def _start_worker(self, local_rank: int, run: Run) -> None:
         inherited = {**self.output.worker_variables(), **self._environ}
         inherited.pop(settings.REPORT_FILE.name, None)  # A launcher within a worker has pages of its own.
         inherited.update(self._board.variables(local_rank))
-        inherited[settings.FLIGHT_DIR.name] = str(self._dump_folder)
+        inherited[settings.FLIGHT_DIR.name] = str(self.dump_folder)
         environ = worker_environment(inherited, self._spec, run, self._meeting, self._name, local_rank)
         with inherited_by_children(self._bindings[local_rank]):
             worker = Worker(self._spec.command, environ, rank=run.place.first_rank + local_rank, local_rank=local_rank)
@@ -159,12 +183,8 @@ class Agent:
 
     def _loop(self) -> Outcome:
         self._signals.interrupts = False
-        self._selector.register(self._signals.fd, selectors.EVENT_READ, self._signals)
-        self._selector.register(self._link.fd, selectors.EVENT_READ, self._link)
-        if self._meeting.server_fd is not None:
-            self._selector.register(self._meeting.server_fd, selectors.EVENT_READ, self._meeting)
-        if self.feed is not None:
-            self._selector.register(self.feed.fd, selectors.EVENT_READ, self.feed)
+        for fd, source in self._sources().items():
+            self._selector.register(fd, selectors.EVENT_READ, source)
         while self._outcome is None:
             self.output.balance()
             for key, _ in self._selector.select(self._seconds_left(self.output.move_due())):
@@ -179,14 +199,25 @@ class Agent:
                         self._selector.unregister(key.fd)
                         self._link.lose("its process ended.")
                     case _ if self._dumping is not None and self._dumping.is_over:
-                        self._deadline_s = time.monotonic()
-                    case TableFeed():
-                        self.output.show_table(key.data.take())
+                        self._deadline_s = max(self._settled_s, time.monotonic())
+                    case TableFeed() | Explanations():
+                        key.data.show(self.output)
             if self._deadline_s is not None and time.monotonic() >= self._deadline_s:
                 self._deadline_s = None
                 self._end_dumping()
                 self._handle(DeadlinePassed())
         return self._outcome
+
+    def _sources(self) -> dict[int, object]:
+        """All that is waited for besides output, by descriptor."""
+        sources = (
+            (self._signals.fd, self._signals),
+            (self._link.fd, self._link),
+            (self._meeting.server_fd, self._meeting),
+            (self.explanations.fd, self.explanations),
+            (None if self.feed is None else self.feed.fd, self.feed),
+        )
+        return {fd: source for fd, source in sources if fd is not None}
 
     def _seconds_left(self, output_s: float | None) -> float | None:
         """Until something is to be done although nothing comes."""
@@ -197,6 +228,7 @@ class Agent:
 
     def _read_signals(self) -> None:
         numbers = self._signals.read()
+        self._was_noticed |= signal.SIGUSR1 in numbers
         # A cluster ends all processes of a job at once: then workers end by the signal, and are not at fault.
         for number in numbers:
             if number in STOP_SIGNALS:
@@ -225,6 +257,10 @@ class Agent:
         self._link.tell([self._exit_record(self._workers[local_rank], end) for local_rank, end in ended.items()])
         # What they said before they ended is shown before anything is said about their end.
         last_lines = {local_rank: self.output.drain(local_rank) for local_rank in ended}
+        for local_rank, end in ended.items():
+            if end.returncode == 0:
+                self._ended_well.add(local_rank)
+                self.output.release(self._workers[local_rank].rank)
         failures = [
             self._failure(self._workers[local_rank], end, last_lines[local_rank])
             for local_rank, end in ended.items()
@@ -232,7 +268,8 @@ class Agent:
         ]
         if not self._supervision.is_stopping:
             for failed in failures:
-                self.output.mention(f"{OPERATION}: rank {failed.rank} ended: {Exit(failed.returncode)}\n")
+                if failed.returncode != REQUEUE_EXIT_CODE:
+                    self.output.mention(f"{OPERATION}: rank {failed.rank} ended: {Exit(failed.returncode)}\n")
         self._handle(WorkersExited(frozenset(ended), tuple(failures)))
 
     def _record(self, event: str, worker: Worker, **more: Any) -> Record:
@@ -243,7 +280,9 @@ class Agent:
         ran_s = round(time.monotonic() - worker.started_s, 3)
         return self._record("worker_exited", worker, **exit_fields(end), ran_s=ran_s)
 
-    def _failure(self, worker: Worker, end: Exit, last_lines: str) -> Failed:
+    def _failure(self, worker: Worker, end: Exit, text: str) -> Failed:
+        # With other exit codes a script says that it has handled what it printed.
+        has_raised = end.returncode == 1 or end.returncode < 0
         return Failed(
             rank=worker.rank,
             local_rank=worker.local_rank,
@@ -252,18 +291,19 @@ class Agent:
             pid=worker.pid,
             returncode=end.returncode,
             ran_s=time.monotonic() - worker.started_s,
-            last_lines=last_lines,
+            last_lines=last_words.excerpt(text),
             log_file=self.output.log_file(worker),
+            summary=last_words.summary(text) if has_raised else "",
+            is_consequence=last_words.is_consequence(text),
         )
 
     def _handle(self, event: Event) -> None:
         for command in self._supervision.handle(event):
             match command:
                 case Send(number, with_children):
-                    self._say_sent(number)
-                    for local_rank in self._running:
-                        self._workers[local_rank].send(number, with_children=with_children)
-                case AskForDumps():
+                    self._send(number, with_children=with_children)
+                case AskForDumps(settle_s):
+                    self._settled_s = time.monotonic() + settle_s
                     self._ask_for_dumps()
                 case SetDeadline(after_s):
                     self._deadline_s = time.monotonic() + after_s
@@ -275,19 +315,37 @@ class Agent:
                     self._running.clear()
                 case End(outcome):
                     self._outcome = outcome
+        self.output.is_ending = self._supervision.is_stopping
+
+    def _send(self, number: int, *, with_children: bool) -> None:
+        self._say_sent(number)
+        is_notice = number == signal.SIGUSR1
+        if is_notice or self._supervision.is_stopping:
+            self._board.mark(NOTICED if is_notice or self._supervision.is_orderly else ENDING)
+        for local_rank in self._running:
+            worker = self._workers[local_rank]
+            if is_notice:
+                # Who does not hear it yet finds the mark once it listens, and would die of the signal.
+                heard = next((each for each in (number, signal.SIGTERM) if has_handler(worker.pid, each)), None)
+                if heard is not None:
+                    worker.send(heard, with_children=False)
+                continue
+            # Who saves before it ends still needs its children: loaders of data would die of the signal.
+            is_alone = self._supervision.is_orderly and number != signal.SIGINT and has_handler(worker.pid, number)
+            worker.send(number, with_children=with_children and not is_alone)
 
     def _ask_for_dumps(self) -> None:
-        self._deadline_s = time.monotonic()
+        self._deadline_s = self._settled_s
         rings = ring_folder(self._environ)
         if not rings.is_dir():
             return
         from disttrain_launch.workers.dump_asking import DUMP_S, Dumping  # see there: a start does not wait for it
 
         sessions = {self._workers[local_rank].pid for local_rank in self._running}
-        self._dumping = Dumping(rings, self._dump_folder, sessions)
+        self._dumping = Dumping(rings, self.dump_folder, sessions)
         if self._dumping.is_over:
             return
-        self._deadline_s += DUMP_S
+        self._deadline_s = max(self._settled_s, time.monotonic() + DUMP_S)
         if self._dumping.fd is not None:
             self._selector.register(self._dumping.fd, selectors.EVENT_READ, self._dumping)
 
@@ -303,7 +361,7 @@ class Agent:
         if rings.is_dir():
             from disttrain_launch.workers.dump_asking import collect_rings  # as above
 
-            collect_rings(rings, self._dump_folder)
+            collect_rings(rings, self.dump_folder)
 
     def _say_sent(self, number: int) -> None:
         count = len(self._running)

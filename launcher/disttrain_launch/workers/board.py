@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from disttrain import settings
-from disttrain.reports import make_page, read
+from disttrain.reports import make_page, put_mark, read
 from disttrain_launch.output.view import NodeState, WorkerState
 from disttrain_launch.workers.outcome import Exit
 from disttrain_launch.workers.worker import Worker
@@ -44,6 +45,12 @@ class Board:
     def ended(self, local_rank: int, end: Exit) -> None:
         with self._lock:
             self._workers[local_rank] = replace(self._workers[local_rank], state=str(end))
+
+    def mark(self, mark: bytes) -> None:
+        """Tell the workers of this round what signals mean to them from now on."""
+        with suppress(OSError):  # Nothing of it is needed for training.
+            for page in self._pages:
+                put_mark(page, mark)
 
     def state(self) -> NodeState:
         """Of now."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
+from disttrain.reports import REQUEUE_EXIT_CODE
+
 
 @dataclass(frozen=True)
 class Exit:
@@ -52,6 +54,10 @@ class Failed:
     """The end of its stderr."""
     log_file: str
     """Its stderr on its node's disk; empty when none is kept."""
+    summary: str = ""
+    """The last line of the exception that it ended with, such as `ValueError: bad batch`; empty when there was none."""
+    is_consequence: bool = False
+    """By what it says, its peers or what they meet in went away: another rank is to blame, if there is one."""
 
     @property
     def exit_code(self) -> int:
@@ -67,8 +73,26 @@ class Interrupted:
     host: str
 
     @property
+    def signal_name(self) -> str:
+        return signal_name(self.signal_number)
+
+    @property
     def exit_code(self) -> int:
         return 128 + self.signal_number
+
+
+@dataclass(frozen=True)
+class Requeued:
+    """Workers have saved and left with a code that says so: whoever started the launcher is to start it again."""
+
+    rank: int
+    """The first of them."""
+    node_rank: int
+    host: str
+
+    @property
+    def exit_code(self) -> int:
+        return REQUEUE_EXIT_CODE
 
 
 @dataclass(frozen=True)
@@ -87,10 +111,23 @@ class Changed:
     """A round ends because nodes come or go; the job goes on with another one."""
 
     change: str
+    is_orderly: bool = False
+    """No node was lost: workers may save first."""
 
     @property
     def exit_code(self) -> int:
         return 1
 
 
-Outcome = Succeeded | Failed | Interrupted | Lost | Changed
+Outcome = Succeeded | Failed | Interrupted | Requeued | Lost | Changed
+
+
+def outweighs(outcome: Outcome, cause: Outcome) -> bool:
+    """True when `outcome`, which came to be known after `cause`, is why a round ends all the same."""
+    match outcome, cause:
+        case Requeued(), Interrupted():
+            return True  # The workers were told to go, and have saved.
+        case Failed(), Failed():
+            return cause.is_consequence and not outcome.is_consequence
+        case _:
+            return False

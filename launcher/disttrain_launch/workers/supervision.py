@@ -4,20 +4,26 @@ The first cause decides how the round ends: a worker that fails, a signal to a l
 Whatever the cause, the remaining workers are signalled, given a grace, and killed when it is over. Whom even that does
 not end, since the kernel does not let go of it, is left behind. Node 0 decides whose cause was first; its word comes as
 `RoundEnds` and is final.
+
+Who merely lost its peer often ends before the peer has: then the others may end by themselves for a while, and a better
+cause takes the place of the first.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from disttrain_launch.workers.outcome import Failed, Interrupted, Outcome, Succeeded
+from disttrain.reports import REQUEUE_EXIT_CODE
+from disttrain_launch.workers.outcome import Changed, Failed, Interrupted, Outcome, Requeued, Succeeded, outweighs
 
 KILL_S = 5.0
 """How long the kernel may take to end processes that were sent SIGKILL."""
 PATIENCE_S = 10.0
 """How long after the first worker has ended well it is said that others are waited for."""
+SETTLE_S = 3.0
+"""How long the others may take to end by themselves, where the first to end says that another is to blame."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
@@ -89,7 +95,10 @@ class LeaveBehind:
 
 @dataclass(frozen=True)
 class AskForDumps:
-    """Have the workers that are left write what their flight recorders know; the deadline is when they have."""
+    """Have the workers that are left write what their flight recorders know; the deadline is when they have, and not
+    before so much time has passed."""
+
+    settle_s: float = 0.0
 
 
 Command = Send | SetDeadline | AskForDumps | SayAwaited | LeaveBehind | Tell | End
@@ -115,6 +124,8 @@ class Supervision:
         self._asks_for_dumps = asks_for_dumps
         self._is_dumping = False
         self._is_killed = False
+        self._sent: set[int] = set()
+        """Signals by which workers were ended."""
         self._cause: Outcome | None = None
         self._was_interrupted = False
         self._was_told = False
@@ -124,6 +135,15 @@ class Supervision:
     def is_stopping(self) -> bool:
         return self._cause is not None
 
+    @property
+    def is_orderly(self) -> bool:
+        """True when workers may save and leave: nothing is broken, but the job, or the round, has to end."""
+        match self._cause:
+            case Changed(_, is_orderly):
+                return is_orderly
+            case cause:
+                return isinstance(cause, Interrupted | Requeued)
+
     def handle(self, event: Event) -> list[Command]:
         match event:
             case WorkersExited(local_ranks, failures):
@@ -131,24 +151,37 @@ class Supervision:
             case SignalCame(number):
                 return self._signal_came(number)
             case RoundEnds(cause):
-                stops = [] if self.is_stopping else self._stop(cause)
-                self._cause = cause
-                return stops + self._end_if_over()
+                was_stopping, self._cause = self.is_stopping, cause
+                return ([] if was_stopping else self._stop(cause)) + self._end_if_over()
             case DeadlinePassed():
                 return self._deadline_passed() if self._alive else []
 
     def _workers_exited(self, local_ranks: frozenset[int], failures: tuple[Failed, ...]) -> list[Command]:
         is_first = len(self._alive) == self._num_workers
         self._alive -= local_ranks
-        if failures and not self.is_stopping:
-            # Of several that ended at once, one killed by a signal is the likelier cause: peers fail with exit codes.
-            first = min(failures, key=lambda failed: (failed.returncode >= 0, failed.rank))
-            return self._tell(first) + self._end_if_over()
+        # Who was about to end with an error of its own, and was too slow, has said so.
+        cause = self._cause_of([one for one in failures if -one.returncode not in self._sent or one.summary])
+        if cause is not None and not self.is_stopping:
+            return self._tell(cause) + self._end_if_over()
         if not self._alive and not self.is_stopping:
             return [Tell(Succeeded()), End(Succeeded())]
         if is_first and not self.is_stopping:
             return [SetDeadline(PATIENCE_S)]
+        if cause is not None and self._cause is not None and outweighs(cause, self._cause):
+            self._cause = cause
+            return [Tell(cause), *self._end_if_over()]
+        if isinstance(cause, Requeued) and isinstance(self._cause, Changed) and self._was_told:
+            return [Tell(cause), *self._end_if_over()]
         return self._end_if_over()
+
+    def _cause_of(self, failures: Sequence[Failed]) -> Requeued | Failed | None:
+        """The likeliest cause of several exits at once; none where all ended well."""
+        left = min((failed.rank for failed in failures if failed.returncode == REQUEUE_EXIT_CODE), default=None)
+        if left is not None:
+            return Requeued(left, self._node_rank, self._host)
+        # One killed by a signal is likelier: peers fail with exit codes.
+        order = {(one.is_consequence, one.returncode >= 0, one.rank): one for one in failures}
+        return order[min(order)] if order else None
 
     def _signal_came(self, number: int) -> list[Command]:
         if number in PASSED_SIGNALS:
@@ -174,14 +207,18 @@ class Supervision:
     def _stop(self, cause: Outcome) -> list[Command]:
         if not self._alive:
             return []
-        if isinstance(cause, Interrupted):
-            return [Send(cause.signal_number, with_children=True), SetDeadline(self._shutdown_timeout_s)]
+        if isinstance(cause, Requeued):
+            return [SetDeadline(self._shutdown_timeout_s)]  # They leave by themselves.
+        if self.is_orderly:
+            number = cause.signal_number if isinstance(cause, Interrupted) else signal.SIGTERM
+            return [Send(number, with_children=True), SetDeadline(self._shutdown_timeout_s)]
         if self._asks_for_dumps:
             self._is_dumping = True
-            return [AskForDumps()]
+            return [AskForDumps(SETTLE_S if isinstance(cause, Failed) and cause.is_consequence else 0.0)]
         return self._terminate()
 
     def _terminate(self) -> list[Command]:
+        self._sent.add(signal.SIGTERM)
         return [Send(signal.SIGTERM, with_children=True), SetDeadline(self._stop_grace_s)]
 
     def _deadline_passed(self) -> list[Command]:
@@ -197,6 +234,7 @@ class Supervision:
 
     def _kill(self) -> list[Command]:
         self._is_killed, self._is_dumping = True, False
+        self._sent.add(signal.SIGKILL)
         return [Send(signal.SIGKILL, with_children=True), SetDeadline(KILL_S)]
 
     def _end_if_over(self) -> list[Command]:

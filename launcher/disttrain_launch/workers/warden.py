@@ -63,7 +63,7 @@ def _watch(read_fd: int, agent: str, folders: Sequence[Path], grace_s: float, ke
     """The warden's whole life; never returns."""
     try:
         os.setsid()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
         # Whoever reads the launcher's output must see its end when the launcher ends.
         nothing = os.open(os.devnull, os.O_RDWR)

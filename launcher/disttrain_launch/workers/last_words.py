@@ -1,0 +1,73 @@
+"""Reads the end of a worker's stderr: the traceback of what ended it, and whether another rank is to blame."""
+
+from __future__ import annotations
+
+import re
+
+MAX_LINES = 40
+"""Of a worker that left no traceback."""
+MAX_CHARS = 32 << 10
+_MAX_SUMMARY_CHARS = 300
+_MAX_MESSAGE_LINES = 20
+_PREFIX = re.compile(r"^\[rank\d+\]: ?")
+"""What torch puts before each line of a traceback."""
+_TRACEBACK = re.compile(r"^ *(\+ Exception Group )?Traceback \(most recent call last\):")
+_TERMINATED = re.compile(r"^terminate called ")
+"""An exception of C++ that nobody has caught; the next line says which."""
+_CHAINED = ("The above exception was the direct cause of", "During handling of the above exception")
+_CONSEQUENCE = re.compile(
+    r"Connection (closed|reset) by peer|Broken pipe|Connection was likely closed|Socket Timeout by peer"
+    r"|remote process (has )?(exited|terminated)|ncclRemoteError|communicator was aborted|peer (has )?died"
+    r"|has left the job|not every rank came, nor can|: rank \d+ refused |has ended: |StoreConnectionError"
+)
+"""What transports and stores say, ours and torch's, when somebody else has gone."""
+
+
+def excerpt(text: str) -> str:
+    """The last traceback, with those that led to it and what follows it; without one the last lines."""
+    lines = _lines(text)
+    first = _first_of_chain(lines)
+    return "\n".join(lines[-MAX_LINES:] if first is None else lines[first:])[-MAX_CHARS:]
+
+
+def summary(text: str) -> str:
+    """The line of the exception that the last traceback is of, such as `ValueError: bad batch`; empty without one."""
+    message = _message(_lines(text))
+    return message[0][:_MAX_SUMMARY_CHARS] if message else ""
+
+
+def is_consequence(text: str) -> bool:
+    """True when the last exception says that a peer, or the store, went away."""
+    return any(_CONSEQUENCE.search(line) for line in _message(_lines(text)))
+
+
+def _lines(text: str) -> list[str]:
+    # Of a progress bar the last state counts.
+    lines = [_PREFIX.sub("", line.rstrip("\r").rpartition("\r")[2]) for line in text.split("\n")]
+    while lines and not lines[-1].strip():
+        lines.pop()
+    return lines
+
+
+def _first_of_chain(lines: list[str]) -> int | None:
+    """The index of the line where the last traceback begins, or the first of those that it was chained to."""
+    starts = [index for index, line in enumerate(lines) if _TRACEBACK.match(line)]
+    first = None
+    while starts:
+        first = starts.pop()
+        before = next((line for line in reversed(lines[:first]) if line.strip()), "")
+        if not before.startswith(_CHAINED):
+            break
+    return first
+
+
+def _message(lines: list[str]) -> list[str]:
+    """The lines from the last exception's on, of Python or C++."""
+    for index in reversed(range(len(lines))):
+        after = lines[index + 1 :]
+        if _TERMINATED.match(lines[index]):
+            return [line.strip().removeprefix("what():").strip() for line in after[:_MAX_MESSAGE_LINES]]
+        if _TRACEBACK.match(lines[index]):
+            begins = next((place for place, line in enumerate(after) if line.strip() and not line[0].isspace()), None)
+            return [] if begins is None else after[begins : begins + _MAX_MESSAGE_LINES]
+    return []

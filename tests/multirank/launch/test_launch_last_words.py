@@ -1,0 +1,162 @@
+"""A rank fails: a person reads of it last and whole, and of the others a line."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    import subprocess
+
+    from tests.multirank.launch.conftest import Ended, Launches
+
+FAILING = """
+    import os, signal, sys, time, torch
+    import disttrain
+
+    def load_batch(number):
+        raise ValueError(f"bad batch {number}")
+
+    disttrain.init_process_group(timeout=60)
+    rank, kind, culprits = disttrain.get_rank(), sys.argv[1], [int(word) for word in sys.argv[2].split(",")]
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    disttrain.all_reduce(torch.ones(4))
+    if rank in culprits:
+        time.sleep(0.3)
+        if kind == "raise":
+            load_batch(f"{rank}.{attempt}")
+        if kind == "exit":
+            os._exit(7)
+        if kind == "chain":
+            try:
+                load_batch(rank)
+            except ValueError as error:
+                raise RuntimeError("no data") from error
+        if kind == "slow":
+            import atexit
+            atexit.register(time.sleep, 1.0)
+            load_batch(rank)
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "segfault": signal.SIGSEGV, "abort": signal.SIGABRT}[kind])
+    disttrain.all_reduce(torch.ones(4))
+"""
+
+
+@pytest.fixture(autouse=True)
+def without_dumps(forked_launches: Launches) -> Iterator[None]:
+    """Jobs that fail leave their dumps."""
+    yield
+    for folder in forked_launches.folder.glob("disttrain-flight-*"):
+        shutil.rmtree(folder)
+
+
+def told(ended: Ended) -> list[str]:
+    """The lines on stderr, of which those of ranks have their prefix."""
+    return ended.stderr.splitlines()
+
+
+def nodes(launches: Launches, port: int, *argv: str) -> list[Ended]:
+    """Two nodes with two workers each."""
+    flags = ("--nproc-per-node", "2", "--nnodes", "2", "--master-port", str(port))
+    started: list[subprocess.Popen[str]] = [
+        launches.start(*flags, "--node-rank", str(rank), *argv) for rank in range(2)
+    ]
+    return [launches.end(node) for node in started]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason", "exit_code"),
+    [
+        ("raise", "ValueError: bad batch 1.0", 1),
+        ("slow", "ValueError: bad batch 1", 1),
+        ("chain", "RuntimeError: no data", 1),
+        ("exit", "exit code 7", 7),
+        ("kill", "killed by SIGKILL", 128 + signal.SIGKILL),
+        ("segfault", "killed by SIGSEGV", 128 + signal.SIGSEGV),
+        ("abort", "killed by SIGABRT", 128 + signal.SIGABRT),
+    ],
+)
+def test_the_culprit_s_words_are_last_and_the_others_have_a_line(
+    forked_launches: Launches, kind: str, reason: str, exit_code: int
+) -> None:
+    ended = forked_launches.run("--nproc-per-node", "3", forked_launches.script(FAILING), kind, "1")
+    assert ended.exit_code == exit_code
+    lines = told(ended)
+    assert [line for line in lines if "stopped because" in line] == [
+        f"disttrain-launch: ranks 0, 2: stopped because rank 1 failed: {reason}"
+    ], ended.stderr
+    assert not [line for line in lines if re.match(r"\[rank [02]\]", line)], ended.stderr
+    raised = {"raise": 1, "slow": 1, "chain": 2}.get(kind, 0)
+    assert ended.stderr.count("Traceback (most recent call last):") == raised
+    first = next(number for number, line in enumerate(lines) if "stopped because" in line)
+    assert all("Traceback" not in line for line in lines[:first])
+    assert "rank 1 failed first: " in ended.stderr
+    if raised:
+        assert f"    {reason}" in lines[first:]
+        assert "in load_batch" in ended.stderr
+
+
+def test_verbose_shows_all_of_them(forked_launches: Launches) -> None:
+    script = forked_launches.script(FAILING)
+    ended = forked_launches.run("--verbose", "--nproc-per-node", "2", script, "raise", "1")
+    assert "[rank 0] Traceback (most recent call last):" in told(ended)
+    assert "[rank 1] Traceback (most recent call last):" in told(ended)
+
+
+def test_what_is_folded_is_in_the_logs(forked_launches: Launches) -> None:
+    script = forked_launches.script(FAILING)
+    ended = forked_launches.run("--nproc-per-node", "2", "--log-dir", "logs", script, "raise", "1")
+    folded = [line for line in told(ended) if "lines that they said of it are in" in line]
+    logs = forked_launches.folder / "logs"
+    assert [line.rpartition(" ")[2] for line in folded] == [str(logs / "rank-*" / "stderr.log")]
+    assert "Traceback (most recent call last):" in (logs / "rank-0" / "stderr.log").read_text()
+    assert "bad batch" in (logs / "rank-1" / "stderr.log").read_text()
+
+
+def test_streams_that_only_go_to_files_have_a_verdict_on_the_screen(forked_launches: Launches) -> None:
+    script = forked_launches.script(FAILING)
+    flags = ("--log-dir", "logs", "--redirects", "3")
+    ended = forked_launches.run("--nproc-per-node", "2", *flags, script, "raise", "1")
+    assert "rank 0: stopped because rank 1 failed: ValueError: bad batch 1.0" in ended.stderr
+    assert "    ValueError: bad batch 1.0" in told(ended)
+
+
+def test_two_culprits_are_both_shown(forked_launches: Launches) -> None:
+    ended = forked_launches.run("--nproc-per-node", "3", forked_launches.script(FAILING), "raise", "0,2")
+    assert "rank 1: stopped because rank" in ended.stderr
+    assert re.search(r"rank [02]: failed as well: ValueError: bad batch [02]\.0", ended.stderr), ended.stderr
+    for rank in (0, 2):
+        assert f"ValueError: bad batch {rank}.0" in ended.stderr
+    assert ended.stderr.count('File "script.py", line 6, in load_batch') == 2
+
+
+@pytest.mark.parametrize("culprit", [0, 3])
+def test_wherever_the_culprit_is_all_nodes_dumps_tell_of_it(forked_launches: Launches, port: int, culprit: int) -> None:
+    script = forked_launches.script(FAILING)
+    first, second = nodes(forked_launches, port, script, "raise", str(culprit))
+    assert (first.exit_code, second.exit_code) == (1, 1)
+    reason = f"stopped because rank {culprit} failed: ValueError: bad batch {culprit}.0"
+    others = [rank for rank in range(4) if rank != culprit]
+    for node, ranks in ((first, (0, 1)), (second, (2, 3))):
+        own = [rank for rank in others if rank in ranks]
+        assert f"{'ranks' if len(own) > 1 else 'rank'} {', '.join(map(str, own))}: {reason}" in node.stderr
+    assert first.stderr.count(f"    ValueError: bad batch {culprit}.0") == 1
+    assert f"flight recorder: Rank {culprit} did not come to all_reduce #2 of group world" in first.stderr
+    assert "ValueError (bad batch" in first.stderr
+    assert "only; the dumps" not in first.stderr + second.stderr
+    assert "flight recorder" not in second.stderr
+    (kept,) = (forked_launches.folder).glob("disttrain-flight-*/*")
+    assert sorted(file.name[:10] for file in kept.glob("*.flight")) == [f"rank-{rank:05d}" for rank in range(4)]
+
+
+def test_of_each_attempt_there_is_one_verdict(forked_launches: Launches) -> None:
+    script = forked_launches.script(FAILING)
+    ended = forked_launches.run("--nproc-per-node", "2", "--max-restarts", "2", script, "raise", "1")
+    for attempt in range(3):
+        assert ended.stderr.count(f"    ValueError: bad batch 1.{attempt}\n") == 1, ended.stderr
+        assert ended.stderr.count(f"it ended with ValueError (bad batch 1.{attempt})") == 1, ended.stderr
+    assert ended.stderr.count("rank 0: stopped because rank 1 failed") == 3
