@@ -45,7 +45,6 @@ class Loader:
         if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
             problem = f"a {type(dataset).__name__} has no length, or no samples by number."
             raise ArgumentError("Loader", problem, "Give a list or a map-style dataset; StreamLoader takes others.")
-        self._dataset = dataset
         self._get: Callable[[Sample], Any] = _getter(dataset)
         self.order = SampleOrder(len(dataset), batch_size, seed, shuffle)
         self.replica, self.num_replicas = replica_of("Loader", mesh, replica, num_replicas)

@@ -23,8 +23,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from disttrain import all_gather_object
+from disttrain.dtensor import Shard, distribute_tensor
 from disttrain.errors import ShapeError
+from disttrain.mesh import init_device_mesh
 from disttrain.process_group.calls.packing import pack, unpack
+from disttrain.testing import run_threads
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text() | st.binary(),
@@ -259,6 +263,7 @@ def local_class() -> object:
             r"Text is neither plain.*\. Send it as what it is derived from: str\(value\)\.",
         ),
         (type("Own", (), {})(), r"Own is neither plain.*\. Send its attributes, vars\(value\)"),
+        (np.zeros(2, [("x", "i4")]), r"ndarray is neither.*\. Send an array of numbers or texts: one for each field"),
         ([1, [object()]], r"object is neither plain.*\. Send plain values"),
     ],
     ids=lambda value: "" if isinstance(value, str) else type(value).__name__,
@@ -284,3 +289,14 @@ def test_a_class_that_the_receiver_has_not_is_named(monkeypatch: pytest.MonkeyPa
         with pytest.raises(ShapeError, match=r"has not loaded|cannot build"):
             unpack(forged, with_classes=True)
     assert "antigravity" not in sys.modules
+
+
+def test_a_dtensor_is_refused_by_its_own_remedy() -> None:
+    def body() -> str:
+        part = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
+        with pytest.raises(ShapeError) as caught:
+            all_gather_object([None, None], {"weight": part})
+        return str(caught.value)
+
+    for text in run_threads(2, body):
+        assert "a DTensor is a part on each rank. Send its full_tensor(), or its to_local()." in text
