@@ -248,6 +248,24 @@ def test_a_bundle_is_gathered_once_and_what_runs_again_by_itself() -> None:
     assert gathered_at_once(units[1:], model) == [2, 1, 1]
 
 
+def test_no_gather_reads_shards_after_the_forward_or_the_backward() -> None:
+    """An optimizer, or a user, may write to them then."""
+    groups = [Group(Parameters([Parameter(True)])) for _ in range(3)]
+    units = [Unit([group], (number,), None) for number, group in enumerate(groups)]
+    model, rank = Model(units[0], units), Rank()
+    # Each is prefetched by the one behind it, when it has been freed.
+    units[2].forward_prefetch = [units[1]]
+    units[1].backward_prefetch = [units[2]]
+    units[2].reshard_after_backward = False
+    step = Step(model, rank, lambda _: 1)
+    last, first = (Module(unit, [], 1) for unit in (units[2], units[1]))
+    top = Module(units[0], [first, last], 1)
+    step.forward(top, grad=True)
+    assert [group.status for group in groups].count(Status.GATHERING) == 0
+    step.backward(top)
+    assert [group.status for group in groups].count(Status.GATHERING) == 0
+
+
 def test_a_bucket_is_reduced_when_it_is_filled_and_what_comes_later_at_the_end() -> None:
     params = [Parameter(True), Parameter(True), Parameter(True)]
     group = Group(Parameters(params))

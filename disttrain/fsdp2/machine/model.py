@@ -17,6 +17,7 @@ from disttrain.fsdp2.machine.unit import (
     free,
     reduce_what_is_left,
     reshard,
+    settle,
     show,
     show_shards,
     unshard,
@@ -97,6 +98,10 @@ class Model:
             for each in self.units:
                 if not (each.is_kept_unsharded or each.awaits_post_backward):
                     yield from reshard(each)
+        elif ends_iteration:
+            for each in self.units:
+                if not each.is_kept_unsharded:
+                    yield from settle(each)
         # Parameters kept for the backward stay in the modules until the root's forward ends, since that may use them.
         if not self.is_computing(unit):
             for each in self.units if unit.is_root else (unit,):
@@ -144,6 +149,7 @@ class Model:
             yield from backward_leaves(unit, at_end=True)
             unit.is_kept_unsharded = not unit.reshard_after_backward
             unit.is_shown_on_request = False
+            yield from settle(unit)
         yield from self.reduce_rest()
         if self.root.is_last_backward:
             yield do.Finish()

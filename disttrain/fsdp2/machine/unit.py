@@ -140,6 +140,13 @@ def wait_for_unshard(unit: Unit) -> do.Commands:
     yield from show(unit)
 
 
+def settle(unit: Unit) -> do.Commands:
+    """Shards may be written to from now on, which a gather that nobody has waited for would still read."""
+    for group in unit.groups:
+        if group.status is Status.GATHERING:
+            yield from wait(group)
+
+
 def show(unit: Unit) -> do.Commands:
     """The modules compute with what is gathered."""
     for group in unit.groups:
