@@ -85,6 +85,11 @@ def _result(task: Task) -> Any:
         if error.code not in (None, 0):
             raise
         value = None
+    except RuntimeError as error:
+        # A backward on CPUs makes the driver ready for GPUs, too, which torch doesn't know.
+        if torch.cuda.is_initialized() or "CUDA error: initialization error" not in str(error):
+            raise
+        raise LaunchError(OPERATION, GPUS_USED, GPUS_REMEDY) from error
     if is_initialized():
         destroy_process_group()
     atexit._run_exitfuncs()

@@ -61,6 +61,9 @@ class Computing(Session):
         if any(part.node.kind.startswith("recomputed") for part in parts_of(self.model)):
             # There, torch itself recomputes with what was written, and says nothing.
             return None
+        if self.hooks:
+            # What steps within the backward writes after what is written here, or before.
+            return None
         self.before_writing()
         _, loss = self.loss_of(self.model, self.inputs(batch))
         if not self.is_sharded and loss.requires_grad and not self.is_refused:
