@@ -23,7 +23,7 @@ class Mover:
     """
 
     def __init__(self, device: torch.device | None) -> None:
-        if device is not None and device.type == "cuda" and device.index is None:
+        if str(device) == "cuda":
             # That of the trainer's thread, not of the one that sends.
             device = torch.device("cuda", torch.cuda.current_device())
         self._device = device
