@@ -234,7 +234,7 @@ def train(flags: Namespace, device: torch.device) -> bool:
             load_weights(run.model, Path(flags.model))
         if is_first_rank:
             command_line.save(flags)
-        record = Record(flags.out if is_first_rank else None, TITLE, first_step)
+        record = Record(flags.out if is_first_rank else None, TITLE, first_step, NUM_EVALUATION_BATCHES)
         trackers = make_trackers(flags.track, flags.out)
 
     meter = Meter(

@@ -8,8 +8,6 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Self
 
-SMOOTHING = 0.9
-
 
 @dataclass(frozen=True)
 class Row:
@@ -23,12 +21,13 @@ class Row:
 class Record:
     """The rows of a run, each written to `folder`/loss.csv at once, so that a run that is killed leaves them too.
 
-    Leaving its `with` block draws `folder`/loss.png. Without a folder nothing is written.
+    Leaving its `with` block draws `folder`/loss.png, where each point is a mean of `num_batches` batches. Without a
+    folder nothing is written.
     """
 
-    def __init__(self, folder: Path | None, title: str, first_step: int) -> None:
+    def __init__(self, folder: Path | None, title: str, first_step: int, num_batches: int) -> None:
         self.folder = folder
-        self._title = title
+        self._title, self._num_batches = title, num_batches
         table = Path(os.devnull) if folder is None else folder / "loss.csv"
         # A run that is resumed goes back to its checkpoint: what came after will be done again.
         self.rows = [row for row in _read(table) if row.step < first_step]
@@ -56,7 +55,7 @@ class Record:
     def __exit__(self, *_: object) -> None:
         self._file.close()
         if self.folder is not None:
-            draw(self.folder / "loss.png", self._title, self.losses(), self.held_out_losses())
+            draw(self.folder / "loss.png", self._title, self.losses(), self.held_out_losses(), self._num_batches)
 
 
 def _read(table: Path) -> list[Row]:
@@ -72,28 +71,35 @@ def _number(text: str) -> float | None:
     return float(text) if text else None
 
 
-def smooth(losses: list[float]) -> list[float]:
-    """Exponential averages, corrected for having started at zero (as in Kingma and Ba, arXiv 1412.6980)."""
-    average, smoothed = 0.0, []
-    for count, loss in enumerate(losses, start=1):
-        average = SMOOTHING * average + (1 - SMOOTHING) * loss
-        smoothed.append(average / (1 - SMOOTHING**count))
-    return smoothed
+def means_of_last(losses: list[float], num_batches: int) -> list[float]:
+    """After each batch, the mean of the last ones."""
+    firsts = (max(end - num_batches, 0) for end in range(1, len(losses) + 1))
+    return [sum(losses[first:end]) / (end - first) for end, first in enumerate(firsts, start=1)]
 
 
-def draw(path: Path, title: str, training: list[tuple[int, float]], held_out: list[tuple[int, float]]) -> None:
-    """Both losses over steps, as PNG."""
+def draw(
+    path: Path, title: str, training: list[tuple[int, float]], held_out: list[tuple[int, float]], num_batches: int
+) -> None:
+    """Both losses over steps, as PNG, each the mean of so many batches."""
     from matplotlib.figure import Figure  # takes seconds to load, and one rank draws
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     if training:
         steps, losses = [step for step, _ in training], [loss for _, loss in training]
         axes.plot(steps, losses, color="#9db8d9", linewidth=0.8, label="each batch")
-        axes.plot(steps, smooth(losses), color="#1f5fa8", linewidth=1.8, label="training, smoothed")
+        axes.plot(
+            steps,
+            means_of_last(losses, num_batches),
+            color="#1f5fa8",
+            linewidth=1.8,
+            label=f"training, mean of {num_batches} batches",
+        )
     if held_out:
         steps, losses = [step for step, _ in held_out], [loss for _, loss in held_out]
-        axes.plot(steps, losses, color="#d1495b", linewidth=1.2, marker="o", markersize=5, label="held-out files")
+        label = f"held-out files, mean of {num_batches} batches"
+        axes.plot(steps, losses, color="#d1495b", linewidth=1.2, marker="o", markersize=5, label=label)
         axes.annotate(
             f"{losses[-1]:.2f}",
             (steps[-1], losses[-1]),
@@ -104,6 +110,7 @@ def draw(path: Path, title: str, training: list[tuple[int, float]], held_out: li
         )
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel("loss (nats per token)")
     axes.set_ylim(bottom=0)
     axes.grid(color="#e4e4e4", linewidth=0.8)

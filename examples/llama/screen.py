@@ -18,7 +18,7 @@ from disttrain.console import clock, short
 BAR_INTERVAL_S = 0.1
 LINE_INTERVAL_S = 10.0
 """How often there is a line where there is no terminal for a bar."""
-NUM_AVERAGED_STEPS = 20
+NUM_TIMED_STEPS = 20
 
 
 class Meter:
@@ -36,8 +36,8 @@ class Meter:
         self._tokens_per_step = tokens_per_step
         self._eval_every, self._eval_batches = eval_every, eval_batches
         self._has_begun = False
-        self._losses: deque[float] = deque(maxlen=NUM_AVERAGED_STEPS)
-        self._times_s: deque[float] = deque(maxlen=NUM_AVERAGED_STEPS)
+        self._losses: deque[float] = deque(maxlen=eval_batches)
+        self._times_s: deque[float] = deque(maxlen=NUM_TIMED_STEPS)
         self._evaluation_s: float | None = None
         self.waiting_share: float | None = None
         """How much of a step's time ranks wait for each other, by the last summary; None before the first."""
@@ -59,7 +59,7 @@ class Meter:
 
     @property
     def loss(self) -> float | None:
-        """The average over the last steps; None before the first."""
+        """The mean of as many batches as evaluations take; None before the first."""
         return sum(self._losses) / len(self._losses) if self._losses else None
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -14,14 +15,25 @@ from tests.surroundings.chromium import Chromium
 ROOT = Path(__file__).parents[2]
 SHOWN = ("benchmarks", "disttrain", "docs", "examples", "launcher", "tools")
 """What there are pages of."""
+SEARCHES = {
+    "straggler": "Verdicts",
+    "notebook": "Notebooks",
+    "SIGTERM": "Preemption",
+    "DDP": "Coming from DDP",
+    "torchmetrics": "torchmetrics",
+    "out of memory": "It runs out of memory",
+    "slow": "It is slow",
+}
+"""What a reader looks for, and the heading among what the search finds."""
 SEARCH = """new Promise(done => {
-  document.getElementById("__search").click()
+  document.getElementById("__search").checked || document.getElementById("__search").click()
   const input = document.querySelector(".md-search__input")
+  const list = document.querySelector(".md-search-result__list")
+  list.replaceChildren()
   input.focus()
-  input.value = "straggler"
+  input.value = WORDS
   input.dispatchEvent(new KeyboardEvent("keyup", {bubbles: true}))
-  const found = document.querySelector(".md-search-result__list")
-  const look = () => found.children.length ? done(found.innerText) : setTimeout(look, 50)
+  const look = () => list.children.length ? done(list.innerText) : setTimeout(look, 50)
   look()
 })"""
 
@@ -47,6 +59,7 @@ def test_it_is_whole_by_itself_and_can_be_searched(tmp_path: Path) -> None:
         for page in ("index.html", "tutorial.html", "reference/pipelining.html", "decisions/index.html"):
             browser.show(site / page)
         assert [said for said in browser.complaints if "data:image" not in said] == []
-        assert "Verdicts" in browser.value(SEARCH)
+        for words, heading in SEARCHES.items():
+            assert heading in browser.value(SEARCH.replace("WORDS", json.dumps(words))), words
     finally:
         browser.close()

@@ -14,21 +14,25 @@ from disttrain.console import clock, short
 
 def test_a_record_goes_back_to_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record_module, "draw", lambda path, title, *losses: path.write_text(f"{title}: {losses}"))
-    with Record(tmp_path, "before", first_step=0) as record:
+    with Record(tmp_path, "before", first_step=0, num_batches=4) as record:
         for step in range(5):
             record.add(Row(step, 5.0 - step, 5.5 if step == 0 else None))
-    with Record(tmp_path, "after", first_step=3) as record:
+    with Record(tmp_path, "after", first_step=3, num_batches=4) as record:
         record.add(Row(3, 1.25, None))
         record.add(Row(4, None, 1.5))
     lines = (tmp_path / "loss.csv").read_text().splitlines()
     assert lines == ["step,loss,held_out_loss", "0,5.0,5.5", "1,4.0,", "2,3.0,", "3,1.25,", "4,,1.5"]
     drawn = (tmp_path / "loss.png").read_text()
-    assert drawn == "after: ([(0, 5.0), (1, 4.0), (2, 3.0), (3, 1.25)], [(0, 5.5), (4, 1.5)])"
+    assert drawn == "after: ([(0, 5.0), (1, 4.0), (2, 3.0), (3, 1.25)], [(0, 5.5), (4, 1.5)], 4)"
+
+
+def test_training_is_shown_as_the_mean_that_held_out_losses_are() -> None:
+    assert record_module.means_of_last([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 4) == [1.0, 1.5, 2.0, 2.5, 3.5, 4.5]
 
 
 def test_other_ranks_write_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with Record(None, "nothing", first_step=0) as record:
+    with Record(None, "nothing", first_step=0, num_batches=4) as record:
         record.add(Row(0, 5.0, 5.5))
     assert record.losses() == [(0, 5.0)]
     assert list(tmp_path.iterdir()) == []
