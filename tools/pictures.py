@@ -36,7 +36,9 @@ STYLE = """
 
 def box(x: float, y: float, width: float, height: float, label: str = "", kind: str = "plain") -> str:
     """A rectangle with a text in its middle."""
-    text = f'<text x="{x + width / 2:g}" y="{y + height / 2:g}">{escape(label)}</text>' if label else ""
+    # A letter is about 8 wide.
+    small = f' style="font-size: {13 * (width - 8) / (8 * len(label)):.1f}px"' if 8 * len(label) > width - 8 else ""
+    text = f'<text x="{x + width / 2:g}" y="{y + height / 2:g}"{small}>{escape(label)}</text>' if label else ""
     return f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3"/>{text}'
 
 

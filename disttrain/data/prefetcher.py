@@ -21,6 +21,7 @@ import torch
 
 from disttrain.data.moving import Mover
 from disttrain.errors import DataError
+from disttrain.process_group.watching.ranges import named_in_traces
 
 _POLL_S = 5.0
 """A thread that has died, as in a fork of the process, tells nobody."""
@@ -152,6 +153,7 @@ class _Line:
                 self._changed.notify_all()
             return not self._is_stopped
 
+    @named_in_traces("data wait")
     def take(self, timeout_s: float) -> Any:
         """The next one. Raises: DataError when there is none in time."""
         deadline_s = time.monotonic() + timeout_s

@@ -178,3 +178,9 @@ def test_tensors_move_wherever_they_stand() -> None:
     assert (moved["a"][1][1], moved["b"].right, moved["c"]["d"].shape) == ("text", 3, (3,))
     with pytest.raises(DataError, match="num_ahead is 0"):
         Prefetcher([batch], num_ahead=0)
+
+
+def test_a_trace_shows_how_long_the_trainer_waits() -> None:
+    with torch.profiler.profile() as profile, Prefetcher(iter([torch.ones(1)])) as batches:
+        next(batches)
+    assert any(event.name == "data wait" for event in profile.events())
