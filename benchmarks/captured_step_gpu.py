@@ -55,7 +55,7 @@ def main() -> None:
         torch.compiler.reset()
         torch.cuda.empty_cache()
     if disttrain.get_rank() == 0:
-        finish(rows, options.out)
+        finish(rows, options.out, machine=f"1 x {torch.cuda.get_device_name()}")
     torch.distributed.destroy_process_group()
     disttrain.destroy_process_group()
 

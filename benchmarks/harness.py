@@ -185,12 +185,14 @@ def keep(report: Mapping[str, Any], path: Path) -> None:
     path.write_text(json.dumps({"about": found, "rows": as_rows, "details": report}, indent=1) + "\n")
 
 
-def finish(rows: Sequence[Row], path: Path | None, **details: Any) -> None:
-    """Print the rows, and write them where they are wanted."""
+def finish(rows: Sequence[Row], path: Path | None, *, machine: str = "", **details: Any) -> None:
+    """Print the rows, and write them where they are wanted. `machine`: the GPUs that they are of."""
     print(table(rows))
     if path is not None:
+        origin = about()
+        origin["machine"] |= {"name": machine} if machine else {}
         path.write_text(
-            json.dumps({"about": about(), "rows": [*map(as_json, rows)], "details": details}, indent=1) + "\n"
+            json.dumps({"about": origin, "rows": [*map(as_json, rows)], "details": details}, indent=1) + "\n"
         )
 
 

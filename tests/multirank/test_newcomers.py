@@ -60,6 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) ->
     return folder
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("commands", COMMANDS, ids=lambda commands: commands[-1])
 def test_commands_of_the_readme_run(commands: list[str], folder: Path, fork_server: ForkServer) -> None:
     """Those of a block, one after the other; the first was run for `folder`."""
@@ -70,7 +71,7 @@ def test_commands_of_the_readme_run(commands: list[str], folder: Path, fork_serv
             env=environment(),
             capture_output=True,
             text=True,
-            timeout=LIMIT_S,
+            timeout=270,  # four ranks share two cores
             check=False,
         )
         assert (done.returncode != 0) == (command in FAIL), done.stdout + done.stderr

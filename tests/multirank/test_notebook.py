@@ -203,7 +203,10 @@ def test_a_sharded_parameter_comes_back_whole_or_is_refused(fork_server: ForkSer
     disttrain.launch(train, (False,), nproc=2)
     """
     done = run(fork_server, tmp_path, code)
-    assert "ShapeError: launch: what the function has returned cannot travel: a DTensor is in parts. Ret" in done.stderr
+    assert (
+        "ShapeError: launch: what the function has returned cannot travel: a DTensor is a part on each rank. Ret"
+        in done.stderr
+    )
 
 
 def test_what_cannot_be_launched_is_refused(fork_server: ForkServer, tmp_path: Path) -> None:

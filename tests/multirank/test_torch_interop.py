@@ -389,8 +389,7 @@ def test_a_script_may_still_initialise_torch_itself() -> None:
     dist.init_process_group("gloo", store=torch_store, rank=rank, world_size=size)
     assert dist.init_process_group is not original  # torch's own again
     for reduce in (dist.all_reduce, disttrain.all_reduce):
-        tensor = torch.ones(2)
-        reduce(tensor)
+        reduce(tensor := torch.ones(2))
         assert tensor.tolist() == [2.0, 2.0]
     with pytest.raises(GroupError, match="shares no transports"):
         disttrain.from_torch()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ def _run_twice(rank_pool: RankPool, folder: Path, kind: str) -> str:
         arguments = {"folder": str(folder), "kind": kind, "first_step": first_step, "num_steps": num_steps}
         loaded = rank_pool.run(2, _train, arguments)
         assert loaded[1] == []  # rank 0 alone writes
+        time.sleep(1.1)  # W&B names the files of a run by the second in which it begins
     ids: dict[str, str] = json.loads((folder / "checkpoints" / "trackers.json").read_text())
     return ids[kind]
 

@@ -229,7 +229,7 @@ class Rendezvous:
             self._stop(outcome)
         elif self._cause is not None and outweighs(outcome, self._cause):
             self._cause = outcome
-            for agent in self._members:
+            for agent in sorted(self._members):
                 self._tell(agent, Stop(self._round, outcome))
 
     def _interrupted(self, peer: Peer, outcome: Interrupted) -> None:
@@ -388,7 +388,7 @@ class Rendezvous:
         self.phase, self._last_word = Phase.OVER, word
         # Node 0 itself may not have come yet.
         self._unaware = {self._leader.agent, *self.everyone}
-        for agent in self._unaware:
+        for agent in sorted(self._unaware):
             self._tell(agent, word)
 
     def _tell(self, agent: str, word: Word) -> None:
