@@ -161,7 +161,8 @@ def difference(found: Any, expected: Any, bound: float = 0.0) -> str:
         if isinstance(found, torch.Tensor):
             return f"a plain tensor of shape {tuple(found.shape)} instead of a DTensor"
         if isinstance(expected, torch.Tensor):
-            return "" if found is None and not expected.any() else f"{found!r} instead of a tensor"
+            is_zero = is_close(expected, torch.zeros_like(expected), bound)
+            return "" if found is None and is_zero else f"{found!r} instead of a tensor"
         return "" if _is_same_plain(found, expected) else f"{found} instead of {expected}"
     if expected is None and not found.whole.any():
         return ""  # a gradient that is zero may be none, and the other way round
