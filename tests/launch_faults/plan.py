@@ -20,7 +20,8 @@ KEEP_ALIVE_S = 4.0
 JOIN_S = 10.0
 NUM_STEPS = 120
 LOST = (
-    r"gave no sign of life|went away|did not come|came within|was not reached|were left|said nothing|the server ended|nobody listens"
+    r"gave no sign of life|went away|did not come|came within|was not reached|were left|said nothing|the server ended"
+    r"|nobody listens"
 )
 
 
