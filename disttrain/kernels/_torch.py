@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
@@ -77,6 +79,45 @@ def as_constant(function: _Function) -> _Function:
     # torch.compiler.assume_constant_result would load Dynamo.
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+_IS_TRACED: Final = ContextVar("_IS_TRACED", default=False)
+
+
+def traced(kernel: Any) -> Any:
+    """A Triton kernel, to be launched: a graph that traces the operator it belongs to holds the launch."""
+    # Elsewhere torch's wrapper would take a millisecond.
+    return torch.library.wrap_triton(kernel) if _IS_TRACED.get() else kernel
+
+
+def trace_in_place_of(
+    op: Any, run: Callable[..., Any], is_seen: Callable[[tuple[Any, ...]], bool], library: Any
+) -> None:
+    """Have AOTAutograd trace `run` in place of `op` for arguments that are `is_seen`."""
+    # Loads the compiler's modules.
+    from torch._subclasses import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+
+    plain = {torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor}
+
+    def decompose(mode: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if not plain.issuperset(types):
+            return NotImplemented
+        if kwargs or torch.compiler.is_exporting() or not is_seen(args):
+            return mode.__torch_dispatch__(func, types, args, kwargs or {})
+        with mode, _traced_launches():
+            return run(*args)
+
+    torch.library.register_torch_dispatch(op, FunctionalTensorMode, decompose, lib=library)
+
+
+@contextmanager
+def _traced_launches() -> Iterator[None]:
+    token = _IS_TRACED.set(True)
+    try:
+        yield
+    finally:
+        _IS_TRACED.reset(token)
 
 
 def cudnn_attention(

@@ -1,4 +1,8 @@
-"""Registers kernels as operators, under `torch.ops.disttrain`: a graph holds each as one call, and nothing breaks it.
+"""Registers kernels as operators, under `torch.ops.disttrain`, so that nothing breaks a graph.
+
+A graph that is traced for Inductor holds an operator's own launches and allocations in its place where `run` is said to
+be traceable: calling an operator in Python from compiled code takes the host ten times as long as the launches. Other
+graphs hold the operator as one call.
 
 They have no second derivatives: differentiating a backward operator raises.
 """
@@ -10,16 +14,47 @@ from typing import Any, Final
 
 import torch
 
+from disttrain.kernels._torch import trace_in_place_of
+from disttrain.settings import KERNELS
+
 _LIBRARY: Final = torch.library.Library("disttrain", "FRAGMENT")
 
 
-def define(schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> Any:
-    """The operator of `schema`, that computes by `run` on every device; `shapes` tells a compiler what comes out."""
+_TRACEABLE: Final[list[tuple[Any, Callable[..., Any]]]] = []
+"""Operators, and what they run, that no compiler has been told of yet."""
+
+
+def define(schema: str, run: Callable[..., Any], shapes: Callable[..., Any], *, is_traceable: bool = False) -> Any:
+    """The operator of `schema`, that computes by `run` on every device; `shapes` tells a compiler what comes out.
+
+    Args: is_traceable  on GPUs `run` consists of torch's operators and of kernels launched by `traced`, and looks at
+                        nothing but shapes.
+    """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"disttrain::{name}", shapes, lib=_LIBRARY)
-    return getattr(torch.ops.disttrain, name).default
+
+    def fake(*args: Any) -> Any:
+        _tell_compilers()
+        return shapes(*args)
+
+    torch.library.register_fake(f"disttrain::{name}", fake, lib=_LIBRARY)
+    op = getattr(torch.ops.disttrain, name).default
+    if is_traceable:
+        _TRACEABLE.append((op, run))
+    return op
+
+
+def _tell_compilers() -> None:
+    """Registers what is traceable once somebody traces: before, torch's modules for it would be loaded for nothing."""
+    while _TRACEABLE:
+        op, run = _TRACEABLE.pop()
+        trace_in_place_of(op, run, _is_seen, _LIBRARY)
+
+
+def _is_seen(args: tuple[Any, ...]) -> bool:
+    """True if kernels run for these arguments of an operator, which torch's own operators would not fuse better."""
+    return args[0].is_cuda and KERNELS.read() != "reference"
 
 
 def differentiate(op: Any, keep: Callable[[Any, tuple[Any, ...], Any], None], backward: Callable[..., Any]) -> None:

@@ -131,9 +131,11 @@ define(
     "bool wants_columns) -> (Tensor, Tensor, Tensor, Tensor)",
     _cast,
     _cast_shapes,
+    is_traceable=True,
 )
 define(
     "float8_mm(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, ScalarType dtype, bool is_fast) -> Tensor",
     _multiply,
     lambda a, a_scales, b, b_scales, dtype, is_fast: a.new_empty((a.shape[0], b.shape[0]), dtype=dtype),
+    is_traceable=True,
 )

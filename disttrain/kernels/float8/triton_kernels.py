@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from disttrain.kernels._torch import traced
 from disttrain.kernels.choice import num_programs
 from disttrain.kernels.float8.reference import INFINITE, LARGEST_POWER, LINE, ROUNDS_UP, amax_of_parts
 
@@ -170,16 +171,19 @@ def cast(
     wants = {"HAS_SCALES": in_scales is not None, "WANTS_ROWS": wants_rows, "WANTS_COLUMNS": wants_columns}
     with torch.cuda.device_of(x):
         if by_rows:
-            bits = torch.zeros(num_rows + num_columns, dtype=torch.int32, device=x.device)
-            row_bits, column_bits = bits.split((num_rows, num_columns))
-            _amaxes[grid](x, in_scales, row_bits, column_bits, num_rows, num_columns, rows_per_scale, **wants, **tiling)
+            # Of their own, and not parts of one: a graph takes what a kernel writes to for another tensor.
+            row_bits = torch.zeros(num_rows, dtype=torch.int32, device=x.device)
+            column_bits = torch.zeros(num_columns, dtype=torch.int32, device=x.device)
+            traced(_amaxes)[grid](
+                x, in_scales, row_bits, column_bits, num_rows, num_columns, rows_per_scale, **wants, **tiling
+            )
         elif in_scales is None:
             row_bits = column_bits = torch.zeros(1, dtype=torch.int32, device=x.device)
-            size = min(_PROGRAMS * num_programs(x.device), triton.cdiv(x.numel(), _BLOCK))
-            _amax[(size,)](x, row_bits, x.numel(), size, BLOCK=_BLOCK, num_warps=8)
+            size = torch.sym_min(_PROGRAMS * num_programs(x.device), triton.cdiv(x.numel(), _BLOCK))
+            traced(_amax)[(size,)](x, row_bits, x.numel(), size, BLOCK=_BLOCK, num_warps=8)
         else:
             row_bits = column_bits = amax_of_parts(in_scales, x.dtype).view(torch.int32)
-        _cast[grid](
+        traced(_cast)[grid](
             x,
             in_scales,
             row_bits,

@@ -82,12 +82,16 @@ def _backward(ctx: Any, grad: torch.Tensor) -> Any:
 
 
 GLU: Final = define(
-    "glu(Tensor gate, Tensor up, str activation) -> Tensor", _glu, lambda gate, *_: gate.new_empty(gate.shape)
+    "glu(Tensor gate, Tensor up, str activation) -> Tensor",
+    _glu,
+    lambda gate, *_: gate.new_empty(gate.shape),
+    is_traceable=True,
 )
 GLU_BACKWARD: Final = define(
     "glu_backward(Tensor grad, Tensor gate, Tensor up, str activation) -> (Tensor, Tensor)",
     _glu_backward,
     lambda _, gate, *rest: (gate.new_empty(gate.shape), gate.new_empty(gate.shape)),
+    is_traceable=True,
 )
 differentiate(GLU, _keep, _backward)
 refuse_second_derivative(GLU_BACKWARD)

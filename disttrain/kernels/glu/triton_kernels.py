@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from disttrain.kernels._torch import traced
+
 _BLOCK: Final = 1024
 """Elements of a program of 4 warps: 16 bytes per thread in bf16."""
 
@@ -80,7 +82,7 @@ def forward(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tens
     result = gate.new_empty(gate.shape)
     num_blocks = triton.cdiv(row_size, _BLOCK)
     with torch.cuda.device_of(gate):
-        _glu_forward[(num_rows * num_blocks,)](
+        traced(_glu_forward)[(num_rows * num_blocks,)](
             gate, up, result, gate.stride(0), up.stride(0), row_size, num_blocks, ACTIVATION=activation, BLOCK=_BLOCK
         )
     return result
@@ -94,7 +96,7 @@ def backward(
     grad_gate, grad_up = gate.new_empty(gate.shape), gate.new_empty(gate.shape)
     num_blocks = triton.cdiv(row_size, _BLOCK)
     with torch.cuda.device_of(gate):
-        _glu_backward[(num_rows * num_blocks,)](
+        traced(_glu_backward)[(num_rows * num_blocks,)](
             grad,
             gate,
             up,

@@ -212,15 +212,19 @@ def _backward_of_add_norm(ctx: Any, grad: torch.Tensor | None, grad_total: torch
 
 
 _PARAMETERS = "Tensor? weight, Tensor? bias, float eps, bool is_centered"
-NORM: Final = define(f"norm(Tensor x, {_PARAMETERS}) -> (Tensor, Tensor)", _norm, _norm_shapes)
+NORM: Final = define(f"norm(Tensor x, {_PARAMETERS}) -> (Tensor, Tensor)", _norm, _norm_shapes, is_traceable=True)
 ADD_NORM: Final = define(
-    f"add_norm(Tensor x, Tensor residual, {_PARAMETERS}) -> (Tensor, Tensor, Tensor)", _add_norm, _add_norm_shapes
+    f"add_norm(Tensor x, Tensor residual, {_PARAMETERS}) -> (Tensor, Tensor, Tensor)",
+    _add_norm,
+    _add_norm_shapes,
+    is_traceable=True,
 )
 NORM_BACKWARD: Final = define(
     "norm_backward(Tensor grad, Tensor? grad_total, Tensor x, Tensor? weight, Tensor statistics, int num_parameters, "
     "ScalarType dtype) -> (Tensor, Tensor)",
     _norm_backward,
     _norm_backward_shapes,
+    is_traceable=True,
 )
 differentiate(NORM, _keep_norm, _backward_of_norm)
 differentiate(ADD_NORM, _keep_add_norm, _backward_of_add_norm)

@@ -24,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
+from disttrain.kernels._torch import traced
 from disttrain.kernels.choice import num_programs, shared_bytes
 
 _RMS_ELEMENTS: Final = 4096
@@ -229,9 +230,9 @@ def forward(
     grid = (triton.cdiv(num_rows, rows),)
     with torch.cuda.device_of(x):
         if is_centered:
-            _layer_forward[grid](*terms, x if bias is None else bias, *results, bias is not None, **sizes)
+            traced(_layer_forward)[grid](*terms, x if bias is None else bias, *results, bias is not None, **sizes)
         else:
-            _rms_forward[grid](*terms, *results, **sizes)
+            traced(_rms_forward)[grid](*terms, *results, **sizes)
     return y, total, statistics
 
 
@@ -248,10 +249,10 @@ def backward(
     num_rows, row_size = x.shape
     grad_x = torch.empty_like(x)
     block, rows, num_stages = _backward_tile(row_size, x.element_size(), shared_bytes(x.device))
-    programs = min(triton.cdiv(num_rows, rows), num_programs(x.device))
+    programs = torch.sym_min(triton.cdiv(num_rows, rows), num_programs(x.device))
     sums = torch.empty((programs, num_parameters, row_size), dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
-        _norm_backward[(programs,)](
+        traced(_norm_backward)[(programs,)](
             grad,
             grad if grad_total is None else grad_total,
             x,
@@ -278,7 +279,7 @@ def _summed(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Over the first dim, which is much shorter than torch's own kernel would like."""
     total = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
     if total.numel():
-        _norm_sums[(triton.cdiv(total.numel(), 32),)](
+        traced(_norm_sums)[(triton.cdiv(total.numel(), 32),)](
             parts, total, parts.shape[0], total.numel(), ROWS=32, COLUMNS=32, num_warps=4
         )
     return total

@@ -111,7 +111,9 @@ def _backward(ctx: Any, grad: torch.Tensor) -> Any:
 
 
 _ANGLES = "Tensor cos, Tensor sin, bool is_interleaved, bool is_back"
-ROTATE: Final = define(f"rotate(Tensor x, {_ANGLES}) -> Tensor", _rotate, lambda x, *_: torch.empty_like(x))
+ROTATE: Final = define(
+    f"rotate(Tensor x, {_ANGLES}) -> Tensor", _rotate, lambda x, *_: torch.empty_like(x), is_traceable=True
+)
 define(f"rotate_(Tensor(a!) x, {_ANGLES}) -> ()", _rotate_in_place, lambda *_: None)
 differentiate(ROTATE, _keep, _backward)
 

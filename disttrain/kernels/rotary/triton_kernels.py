@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from disttrain.kernels._torch import traced
+
 _TILE_ELEMENTS: Final = 2048
 """Pairs that a program of 4 warps has at once, at most."""
 
@@ -73,7 +75,7 @@ def turn(
     pairs = int(triton.next_power_of_2(row_size // 2))
     heads = max(1, min(int(triton.next_power_of_2(num_heads)), _TILE_ELEMENTS // pairs))
     with torch.cuda.device_of(x):
-        _turn[(batch_size * num_positions, triton.cdiv(num_heads, heads))](
+        traced(_turn)[(batch_size * num_positions, triton.cdiv(num_heads, heads))](
             x,
             cos,
             sin,
