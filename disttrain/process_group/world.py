@@ -16,6 +16,7 @@ import torch
 from disttrain.errors import GroupError
 from disttrain.process_group._c10d import forget_ranks
 from disttrain.process_group.group import DROPPED_S, ProcessGroup
+from disttrain.process_group.holders import release_holders
 from disttrain.process_group.joining.connecting import Connecting
 from disttrain.process_group.watching.comparing import Comparing
 from disttrain.process_group.watching.observer import Observer, Recorder
@@ -228,6 +229,7 @@ class World:
                 rank=self.rank,
             )
         self.refusals.tell()
+        release_holders(group)
         group.shutdown()
         self._forget(group)
         del self._named[group.group_name]
@@ -235,6 +237,7 @@ class World:
     def abort_group(self, group: ProcessGroup) -> None:
         """Let go of `group` without waiting for what is under way in it. Idempotent."""
         self.refusals.tell()
+        release_holders(group)
         group.abort()
         self._forget(group)
 
@@ -262,6 +265,7 @@ class World:
             self.comparing.leave()
         end_s = time.monotonic() + DROPPED_S
         for group in reversed(self._groups):
+            release_holders(group)
             group.shutdown(max(0.0, end_s - time.monotonic()))
         self._groups.clear()
         self._pending.clear()

@@ -15,6 +15,9 @@ from disttrain.compiling.capture.forms import OPERATION, Form, check_results, pa
 from disttrain.compiling.capture.subjects import Subjects
 from disttrain.errors import CompileError, DisttrainError
 from disttrain.kernels.recording import Recording, recording
+from disttrain.process_group import is_initialized
+from disttrain.process_group.current import current_world
+from disttrain.process_group.holders import hold
 
 _NUM_NUMBERS: Final = 1 << 12
 """64-bit numbers that the host may write before a replay: seven for each launch of an optimizer."""
@@ -38,6 +41,9 @@ class StepGraph:
         subjects.prepare()
         torch.cuda.synchronize()
         written = subjects.versions()
+        self._released = ""
+        self._groups = current_world(OPERATION).groups if is_initialized() else ()
+        hold(self._groups, self)
         memory = torch.empty(_NUM_NUMBERS, dtype=torch.int64, device="cuda")
         with recording(memory) as host:
             self._results, self._structure = self._record(step, args, kwargs, pool)
@@ -69,7 +75,15 @@ class StepGraph:
 
     def obstacle(self) -> str:
         """Why it can't be replayed any more; empty where it can."""
-        return next((reason for part in self._host.parts if (reason := part.obstacle())), "")
+        if ended := [group for group in self._groups if group.ended_by]:
+            return f"group {ended[0].group_name} has ended: {ended[0].ended_by}"
+        return self._released or next((reason for part in self._host.parts if (reason := part.obstacle())), "")
+
+    def release(self, reason: str) -> None:
+        """Lets go of the recording, and of the communicators in it."""
+        torch.cuda.synchronize()
+        self._released = reason
+        self._graph.reset()
 
     def play_first(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Have the GPU do what was recorded; the host's part was done meanwhile. Returns the step's results."""
