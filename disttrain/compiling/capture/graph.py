@@ -79,6 +79,10 @@ class StepGraph:
             return f"group {ended[0].group_name} has ended: {ended[0].ended_by}"
         return self._released or next((reason for part in self._host.parts if (reason := part.obstacle())), "")
 
+    @property
+    def is_released(self) -> bool:
+        return bool(self._released)
+
     def release(self, reason: str) -> None:
         """Lets go of the recording, and of the communicators in it."""
         torch.cuda.synchronize()
