@@ -97,6 +97,11 @@ def traced(kernel: Any) -> Any:
     return torch.library.wrap_triton(kernel) if _IS_TRACED.get() else kernel
 
 
+def is_traced() -> bool:
+    """True while an operator is traced into a graph, with its own launches."""
+    return _IS_TRACED.get()
+
+
 def trace_in_place_of(
     op: Any, run: Callable[..., Any], is_seen: Callable[[tuple[Any, ...]], bool], library: Any
 ) -> None:
