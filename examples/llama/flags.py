@@ -36,6 +36,7 @@ CHANGEABLE = (
     "lr",
     "dtype",
     "compile",
+    "capture",
     "kernels",
     "recompute",
     "reduce_each",
@@ -140,6 +141,12 @@ def _parser() -> _Parser:
         help="reduce gradients after each microbatch, not the last (less memory)",
     )
     add("--compile", action=flag, default=False, help="compile the blocks; the first steps then take a minute or so")
+    add(
+        "--capture",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="launch the whole step as one CUDA graph (default: auto, on GPUs)",
+    )
     add("--out", type=Path, metavar="DIR", help="losses and checkpoints go there (default: runs/llama-1, ...)")
     add("--resume", action="store_true", help="go on from the last checkpoint in --out, or of the newest run")
     add("--auto-resume", action="store_true", help="--resume where --out has a run: for jobs that are requeued")
