@@ -19,7 +19,7 @@ import xxhash
 from disttrain import get_rank, init_device_mesh
 from disttrain.checkpoint import PerRank, Value, load, load_full, save
 from disttrain.checkpoint.cli import main
-from disttrain.checkpoint.format.manifest import encode
+from disttrain.checkpoint.format.encoding import encode
 from disttrain.checkpoint.format.reading import decode
 from disttrain.dtensor import Replicate, Shard, distribute_tensor
 from disttrain.dtensor.spec.placement import Placement

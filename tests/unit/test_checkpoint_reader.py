@@ -104,7 +104,7 @@ def saved(tensors: dict[str, torch.Tensor]) -> tuple[MemoryStorage, Manifest]:
         save_id="id",
         world_size=1,
         made_by="a test",
-        files={image.file_name(0): written.file},
+        files={file_name(0): written.file},
         tensors={
             name: SavedTensor(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), (chunk,))
             for (name, chunk), tensor in zip(written.parts, tensors.values(), strict=True)

@@ -12,7 +12,8 @@ from disttrain.checkpoint.format.box import Box, boxes_of_range
 from disttrain.checkpoint.format.manifest import Chunk, Manifest, SavedTensor
 from disttrain.checkpoint.layout import TensorSpec
 from disttrain.checkpoint.loading.sharing import SharedFetch, plan_shared, shared_boxes
-from disttrain.checkpoint.plan import Outline, plan_load, plan_save
+from disttrain.checkpoint.outline import Outline
+from disttrain.checkpoint.plan import plan_load, plan_save
 from tests.unit.test_checkpoint_plan import SHAPES, shardings
 
 BLOCK_BYTES = 8
