@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from disttrain.checkpoint import LocalStorage
 from disttrain.checkpoint.format import image
 from disttrain.checkpoint.format.box import Box
-from disttrain.checkpoint.format.manifest import Manifest, SavedTensor
+from disttrain.checkpoint.format.manifest import Manifest, SavedTensor, file_name
 from disttrain.checkpoint.loading import fetches, reader
 from disttrain.checkpoint.plan import plan_load
 from disttrain.checkpoint.saving import writer

@@ -72,15 +72,9 @@ def fill(
 
         def get_ready() -> None:
             nonlocal direct, spreading
-            boxes = shared_boxes([outline.tensors for outline in outlines])
+            boxes = shared_boxes([outline.tensors for outline in outlines], consensus.rank)
             spreading = Spreading(reader, plan_shared(manifest, boxes), targets, world)
-            shared = {
-                (name, box)
-                for holders, by_name in boxes.items()
-                if consensus.rank in holders
-                for name, of_name in by_name.items()
-                for box in of_name
-            }
+            shared = {(name, box) for by_name in boxes.values() for name, of_name in by_name.items() for box in of_name}
             direct = {
                 name: {box: part for box, part in parts.items() if (name, box) not in shared}
                 for name, parts in targets.items()
