@@ -33,7 +33,7 @@ def encode(manifest: Manifest) -> bytes:
         "made_by": manifest.made_by,
         "block_bytes": manifest.block_bytes,
         "files": {name: _file_to_plain(file) for name, file in manifest.files.items()},
-        "tensors": {name: _tensor_to_plain(tensor, layouts) for name, tensor in manifest.tensors.items()},
+        "tensors": {name: _tensor_to_plain(tensor, layouts) for name, tensor in sorted(manifest.tensors.items())},
         "values": {name: _chunk_to_plain(chunk) for name, chunk in manifest.values.items()},
         "per_rank": {name: _rank_chunks_to_plain(chunks) for name, chunks in manifest.per_rank.items()},
         "same_as": dict(manifest.same_as),
