@@ -16,7 +16,8 @@ from disttrain.checkpoint.dealing import Dealt, Hand, deal
 from disttrain.checkpoint.format.box import Box
 from disttrain.checkpoint.format.dtypes import dtype_named
 from disttrain.checkpoint.format.layout import Layout, Runs, runs_of
-from disttrain.checkpoint.format.manifest import Chunk, Manifest
+from disttrain.checkpoint.format.manifest import Chunk, Manifest, SavedTensor
+from disttrain.checkpoint.format.rules import have_overlap
 from disttrain.checkpoint.format.spread import Spread
 from disttrain.checkpoint.layout import TensorSpec
 from disttrain.checkpoint.outline import Outline
@@ -119,12 +120,11 @@ def _written(placed: _Placed, coordinate: tuple[int, ...], position: int) -> lis
     num_holders = placed.layout.num_holders
     if num_holders == 1:
         return boxes
-    first, count = placed.dealt
-    turn = (position - first) % num_holders
-    if turn >= count:
+    turn = (position - placed.dealt.first) % num_holders
+    if turn >= placed.dealt.num_writers:
         return []
     pieces = [piece for box in boxes for piece in box.split(placed.max_elements)]
-    return pieces[turn::count]
+    return pieces[turn :: placed.dealt.num_writers]
 
 
 def _deal_all(layouts: Mapping[str, tuple[TensorSpec, Layout]], differing: Collection[str]) -> dict[str, _Placed]:
@@ -288,5 +288,8 @@ def plan_load(manifest: Manifest, wanted: Mapping[str, Iterable[Box]]) -> list[R
                 f"{name!r} has chunks for {num_elements} of the {box.num_elements} elements at {box.origin}.",
                 "Load another save.",
             )
+        # Chunks that are listed are compared with each other when the manifest is read.
+        if not isinstance(tensor, SavedTensor) and have_overlap([read.box for read in box_reads]):
+            raise CheckpointCorruptError("load", f"{name!r} has chunks that lie over each other.", "Load another save.")
         reads += box_reads
     return sorted(reads, key=lambda read: (read.chunk.file, read.chunk.offset, read.box))

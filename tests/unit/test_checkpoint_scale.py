@@ -215,6 +215,17 @@ def test_ranks_are_few_ranges(ranks: list[int]) -> None:
     assert len(runs_of(sorted(range(0, 40, 4)))) == 1
 
 
+def test_chunks_in_tables_that_lie_over_each_other_are_refused(tmp_path: Path) -> None:
+    """As many elements as there should be, under right checksums."""
+    write_about(tmp_path, [Outline({"w": TensorSpec((4, 2), "float32", (0, 1), (2,), (0,))})] * 2)
+    manifest = read_manifest(LocalStorage(), tmp_path)
+    assert manifest.tables is not None
+    (chunk,) = manifest.tables.of(file_name(1))["w"]
+    object.__setattr__(chunk, "box", Box((0, 0), (2, 2)))
+    with pytest.raises(CheckpointCorruptError, match="'w' has chunks that lie over each other"):
+        plan_load(manifest, {"w": [Box.whole((4, 2))]})
+
+
 def save_of_two_forms(folder: Path) -> Path:
     """Of one process, whose value per rank is in a table."""
     save({"w": torch.arange(6.0), "own": PerRank([1, 2])}, folder)

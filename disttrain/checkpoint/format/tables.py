@@ -70,7 +70,9 @@ def decode_table(
             offset = end + _count(gap)
             end = offset + _count(num_bytes)
             after = at + 8 * -(-num_bytes // block_bytes)
-            chunks.setdefault(str(name), []).append(Chunk(file, offset, num_bytes, box, checksums[at:after]))
+            if not isinstance(name, str):
+                raise ValueError(f"it has the name {str(name)[:40]}")
+            chunks.setdefault(name, []).append(Chunk(file, offset, num_bytes, box, checksums[at:after]))
             if offset < saved.header_bytes or end > saved.num_bytes or after > len(checksums):
                 raise ValueError(f"the chunk at {offset} is not within the file")
             at = after

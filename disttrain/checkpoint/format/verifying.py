@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from disttrain.checkpoint.format.manifest import Chunk, Manifest, SavedFile, SavedTensor, block_checksums
+from disttrain.checkpoint.format.manifest import (
+    Chunk,
+    Manifest,
+    SavedFile,
+    SavedTensor,
+    Tables,
+    block_checksums,
+    file_name,
+)
 from disttrain.checkpoint.format.rules import listed_chunks, of_all_chunks, of_file_rows
 from disttrain.checkpoint.storage.base import ReadableFile, Storage
 from disttrain.checkpoint.storage.open_files import OpenFiles
@@ -118,6 +126,7 @@ def _gathered(manifest: Manifest) -> tuple[list[str], Mapping[str, list[tuple[st
             tables.need(tables.files)
             for file in tables.files:
                 chunks[file] += [(name, chunk) for name, of_name in tables.of(file).items() for chunk in of_name]
+            damage += _misplaced(manifest, tables)
     except CheckpointCorruptError as error:
         damage.append(error.problem)
     else:
@@ -129,6 +138,21 @@ def _gathered(manifest: Manifest) -> tuple[list[str], Mapping[str, list[tuple[st
         rows = [(name, chunk.offset, chunk.num_bytes, len(chunk.checksums)) for _, chunk in of_file]
         damage += [f"{each}." for each in of_file_rows(name, manifest.files[name], rows, manifest.block_bytes)]
     return damage, chunks
+
+
+def _misplaced(manifest: Manifest, tables: Tables) -> Iterator[str]:
+    """What tables have and the manifest does not know, and values per rank that they lack."""
+    expected = {name for name, tensor in manifest.tensors.items() if not isinstance(tensor, SavedTensor)}
+    owners = {name: by_rank for name, by_rank in manifest.per_rank.items() if not isinstance(by_rank, dict)}
+    expected.update(owners)
+    for file in tables.files:
+        for name in tables.of(file):
+            if name not in expected:
+                yield f"the table of {file} has a chunk of {name!r}, which is not in the manifest."
+    for name, by_rank in owners.items():
+        for rank in by_rank:
+            if len(tables.chunks(file_name(rank), name)) != 1:
+                yield f"the table of {file_name(rank)} lacks the value {name!r}."
 
 
 def _runs(name: str, file: SavedFile, chunks: Sequence[tuple[str, Chunk]], manifest: Manifest) -> Iterator[_Run]:

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from disttrain.dtensor.spec.placement import Placement, Shard, StridedShard
-from disttrain.pieces import piece as piece
-from disttrain.pieces import piece_size as piece_size
+from disttrain.pieces import piece
 
 
 def cut(size: int, placement: Placement, num_pieces: int, position: int) -> int:
