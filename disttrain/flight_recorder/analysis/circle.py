@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from disttrain.flight_recorder.analysis.match import Match
 from disttrain.flight_recorder.analysis.verdict import Kind, Verdict
-from disttrain.flight_recorder.analysis.waits import Wait, circle_of
+from disttrain.flight_recorder.analysis.wait_graph import Wait, circle_of
 from disttrain.flight_recorder.analysis.wording import call_text, capitalized, location
 from disttrain.flight_recorder.record.record import RECEIVE, SEND, ranks_text
 

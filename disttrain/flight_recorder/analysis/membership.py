@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from disttrain.flight_recorder.analysis.match import Match
 from disttrain.flight_recorder.analysis.verdict import Kind, Verdict
-from disttrain.flight_recorder.analysis.waits import Wait
+from disttrain.flight_recorder.analysis.wait_graph import Wait
 from disttrain.flight_recorder.analysis.wording import capitalized, location, stack_line
 from disttrain.flight_recorder.dumps.dump import RING
 from disttrain.flight_recorder.dumps.words import EXIT
@@ -19,12 +19,16 @@ def find_different_groups(matched: Match, waits: Sequence[Wait]) -> list[Verdict
 
 
 def _other_members(matched: Match) -> list[Verdict]:
-    members_by_name: dict[str, dict[tuple[int, ...], list[int]]] = {}
+    members_by_name: dict[str, dict[int, tuple[tuple[int, ...], list[int]]]] = {}
     for rank, dump in matched.dumps.items():
         for group in dump.groups:
-            members_by_name.setdefault(group.group_name, {}).setdefault(group.ranks, []).append(rank)
+            ways_by_address = members_by_name.setdefault(group.group_name, {})
+            ways_by_address.setdefault(id(group.ranks), (group.ranks, []))[1].append(rank)
     verdicts = []
-    for name, ways in members_by_name.items():
+    for name, ways_by_address in members_by_name.items():
+        ways: dict[tuple[int, ...], list[int]] = {}
+        for members, ranks in ways_by_address.values():
+            ways.setdefault(members, []).extend(ranks)
         if len(ways) > 1:
             by_size = sorted(ways.values(), key=len)
             is_tie = len(by_size[-1]) == len(by_size[-2])

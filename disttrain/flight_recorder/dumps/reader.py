@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -18,6 +18,7 @@ import msgpack
 
 from disttrain.errors import FlightDumpError
 from disttrain.flight_recorder.dumps.dump import MAGIC, VERSION, Dump, packed
+from disttrain.flight_recorder.record.columns import STATE_NUMBERS, STATES, Records, device_columns, integers, times
 from disttrain.flight_recorder.record.record import (
     CallSite,
     ChannelProgress,
@@ -36,7 +37,7 @@ MAX_FILE_BYTES: Final = 256 << 20
 _MAX_HEADER_BYTES: Final = 1 << 16
 MAX_WORLD_SIZE: Final = 1 << 20
 _KINDS: Final = {"dump", "stack", "group", "channel", "thread", "failure", "label", "site", "record", "end"}
-_STATES: Final = {state.value: state for state in (State.ENQUEUED, State.COMPLETED, State.FAILED)}
+_STATES: Final = {state.value: STATE_NUMBERS[state] for state in (State.ENQUEUED, State.COMPLETED, State.FAILED)}
 _INT_ONLY: Final = frozenset({int})
 _NONE: Final = type(None)
 _RECORD_TYPES: Final[tuple[set[Any], ...]] = (
@@ -47,8 +48,8 @@ _RECORD_SIZE: Final = len(_RECORD_TYPES)
 _WRONG: Final = (ValueError, TypeError, LookupError, OverflowError, msgpack.exceptions.StackError)
 _NUM_DEVICE_TIMES: Final = len(DeviceTimes._fields)
 _TIMES_ONLY: Final = frozenset({float, _NONE})
-_NEW_DEVICE_TIMES: Final[Callable[[list[Any]], DeviceTimes]] = partial(tuple.__new__, DeviceTimes)
-_NEW_RECORD: Final[Callable[[tuple[Any, ...]], Record]] = partial(tuple.__new__, Record)
+_GROUP_STARTS: Final = tuple(bytes([0x90 + size]) + msgpack.packb("group") for size in range(4, 7))
+"""The first bytes of a group's array, of any version."""
 
 T = TypeVar("T")
 
@@ -60,6 +61,18 @@ class Shared:
     stacks: dict[bytes, Stack] = field(default_factory=dict)
     sites: dict[tuple[bytes, int, int], CallSite] = field(default_factory=dict)
     ranks: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
+    groups: dict[bytes, GroupProgress] = field(default_factory=dict)
+    columns: dict[tuple[str, int], array[int]] = field(default_factory=dict)
+    lists: dict[tuple[int, ...], tuple[Any, ...]] = field(default_factory=dict)
+
+    def column(self, column: array[int]) -> array[int]:
+        """The same numbers: those of another rank, if it has them."""
+        known = self.columns.setdefault((column.typecode, hash(column.tobytes())), column)
+        return known if known == column else column
+
+    def listed(self, values: Sequence[T]) -> tuple[T, ...]:
+        """The same objects, in the tuple of another rank, if it has one. The objects must be kept by others."""
+        return self.lists.setdefault(tuple(map(id, values)), tuple(values))
 
 
 def read_dump(file: Path, shared: Shared | None = None) -> Dump:
@@ -95,14 +108,33 @@ def decode(data: bytes, shared: Shared | None = None) -> Dump:
         raise FlightDumpError("read_dump", "is not a dump of disttrain's flight recorder")
     shared = Shared() if shared is None else shared
     try:
-        items = list(_unpacker(data))
-    except _WRONG:
+        items = _items(data)
+    except (msgpack.exceptions.OutOfData, *_WRONG):
         items = []
     if items and type(items[-1]) is list and items[-1][:1] == ["end"]:
         end = packed(items[-1])
         if data.endswith(end) and items[-1][1:] == [zlib.crc32(memoryview(data)[: -len(end)])]:
             return _decode_whole(items[:-1], shared)
     return _decode_damaged(data, shared)
+
+
+def _items(data: bytes) -> list[Any]:
+    """The arrays of a dump; those of groups as bytes, since each has all ranks of its group, and most dumps have the
+    same. Raises as msgpack does."""
+    items: list[Any] = []
+    unpacker = _unpacker(data)
+    start = len(MAGIC)
+    while start < len(data) and not (items and type(items[-1]) is list and items[-1][:1] == ["record"]):
+        if data.startswith(_GROUP_STARTS, start):
+            unpacker.skip()
+            end = len(MAGIC) + unpacker.tell()
+            items.append(data[start:end])
+        else:
+            items.append(unpacker.unpack())
+            end = len(MAGIC) + unpacker.tell()
+        start = end
+    items += unpacker
+    return items
 
 
 def _decode_whole(items: list[Any], shared: Shared) -> Dump:
@@ -113,7 +145,10 @@ def _decode_whole(items: list[Any], shared: Shared) -> Dump:
             reader.raw_records.append(item)
             continue
         try:
-            reader.take(item)
+            if type(item) is bytes and item.startswith(_GROUP_STARTS):
+                reader.take_group(item)
+            else:
+                reader.take(item)
         except _WRONG as error:
             return reader.finished(f"has an array that cannot be ({type(error).__name__})")
     return reader.finished(None)
@@ -164,37 +199,48 @@ class _Reader:
     threads: list[ThreadStack] = field(default_factory=list)
     raw_records: list[list[Any]] = field(default_factory=list)
 
-    def records(self) -> list[Record]:
+    def records(self) -> Records:
         """Oldest first. Nearly all of a dump are records, so their types are checked all at once."""
         raw = self.raw_records[::-1]
         if not raw or set(map(len, raw)) != {_RECORD_SIZE}:
             return self._records_singly()
         columns: list[Any] = list(zip(*raw, strict=True))
-        _, sites, _, states, *_, labels, devices, _ = columns
+        _, sites, sequences, states, began_s, ended_s, errors, labels, devices, waits_s = columns
         if (
             any(not kinds.issuperset(map(type, column)) for kinds, column in zip(_RECORD_TYPES, columns, strict=True))
             or not 0 <= min(sites) <= max(sites) < len(self.sites)
             or not 0 <= min(labels) <= max(labels) < len(self.labels)
             or not _STATES.keys() >= set(states)
+            # Infinities may add up to no number too. In columns that stands for what there is not.
+            or any(math.isnan(sum(filter(None, column))) for column in (began_s, ended_s, waits_s))
         ):
             return self._records_singly()
-        actions, modules = [label[0] for label in self.labels], [label[1] for label in self.labels]
-        columns[1] = map(self.sites.__getitem__, sites)
-        columns[3] = map(_STATES.__getitem__, states)
         try:
-            columns[8] = _all_device_times(devices) if any(devices) else devices
+            marks = _checked_marks(devices) if any(devices) else None
         except _WRONG:
             return self._records_singly()
-        columns[7:8] = map(actions.__getitem__, labels), map(modules.__getitem__, labels)
-        return list(map(_NEW_RECORD, zip(*columns[1:], strict=False)))
+        numbers = integers(sequences)
+        return Records(
+            self.shared.listed(self.sites),
+            self.shared.column(array("I", sites)),
+            self.shared.column(numbers) if isinstance(numbers, array) else numbers,
+            bytes(map(_STATES.__getitem__, states)),
+            times(began_s),
+            times(ended_s),
+            {index: error for index, error in enumerate(errors) if error is not None},
+            tuple(self.labels),
+            self.shared.column(array("I", labels)),
+            None if waits_s.count(None) == len(waits_s) else times(waits_s),
+            None if marks is None else device_columns(marks),
+        )
 
-    def _records_singly(self) -> list[Record]:
+    def _records_singly(self) -> Records:
         """Decodes records one by one, those of other versions too; invalid ones are left out."""
         records: list[Record] = []
         for item in self.raw_records[::-1]:
             try:
                 _, site, sequence, state, began_s, ended_s, error, *more = item
-                fields = _at(self.sites, site), as_int(sequence), _STATES[state], _finite(began_s)
+                fields = _at(self.sites, site), as_int(sequence), STATES[_STATES[state]], _finite(began_s)
                 end = None if ended_s is None else _finite(ended_s), _text_or_none(error)
                 label = _at(self.labels, more[0]) if more else ("", "")
                 device, waits_s = (*more[1:3], None, None)[:2]
@@ -202,7 +248,16 @@ class _Reader:
                 records.append(Record(*fields, *end, *label, _device_times(device), waited_from_s))
             except _WRONG:
                 continue
-        return records
+        return Records.of(records)
+
+    def take_group(self, item: bytes) -> None:
+        """Add a group as `take` does, from its bytes."""
+        group = self.shared.groups.get(item)
+        if group is None:
+            content = msgpack.unpackb(item, strict_map_key=False, unicode_errors="surrogatepass")
+            self.take(content)
+            group = self.shared.groups[item] = self.groups[content[1]]
+        self.groups[group.group_name] = group
 
     def take(self, item: Any) -> None:
         """Add what `item` says, if it is no record."""
@@ -263,7 +318,7 @@ class _Reader:
             groups=tuple(self.groups.values()),
             channels=tuple(self.channels),
             threads=tuple(self.threads),
-            records=tuple(records),
+            records=records,
             problems=() if problem is None else (problem,),
         )
 
@@ -331,12 +386,16 @@ def more_of_site(more: Sequence[Any]) -> tuple[str, Splits]:
     return as_text(reduction), () if splits is None else tuple(map(as_ints, splits))
 
 
-def _all_device_times(values: Sequence[list[Any] | None]) -> list[DeviceTimes | None]:
-    """Decodes device times as `_device_times` does, but faster. Raises ValueError, TypeError."""
+def _checked_marks(values: Sequence[list[Any] | None]) -> Sequence[list[Any] | None]:
+    """The times of devices, if all are such as `_device_times` takes. Raises ValueError, TypeError."""
     columns = list(zip(*filter(None, values), strict=True))
-    if len(columns) != _NUM_DEVICE_TIMES or not all(_TIMES_ONLY.issuperset(map(type, column)) for column in columns):
+    if (
+        len(columns) != _NUM_DEVICE_TIMES
+        or not all(_TIMES_ONLY.issuperset(map(type, column)) for column in columns)
+        or any(math.isnan(sum(filter(None, column))) for column in columns)
+    ):
         raise ValueError("not the times of a device")
-    return [_NEW_DEVICE_TIMES(value) if value else None for value in values]
+    return [value or None for value in values]
 
 
 def _device_times(value: Any) -> DeviceTimes | None:
