@@ -6,8 +6,9 @@ is put together once for all these verdicts. Pure and torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from disttrain.flight_recorder.analysis.collectives import Collective
 from disttrain.flight_recorder.analysis.match import Match
@@ -65,6 +66,15 @@ class Absence:
         summary = f"{capitalized(ranks_text(ranks))} {did} {call}, where {direct.who} waited at {direct.where}: {why}."
         return Verdict(kind, tuple(ranks), summary, tuple(evidence), cause)
 
+    def waits_in(self, indexes: Iterable[int]) -> list[Wait]:
+        """The waits in the fronts with these indexes, in their order among all waits."""
+        waits = (wait for index in indexes for wait in self.fronts[index].waits)
+        return sorted(waits, key=lambda wait: self._places[id(wait)])
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {id(wait): place for place, wait in enumerate(self.waits)}
+
     def _direct(self, indexes: tuple[int, ...]) -> _Direct:
         if indexes not in self._known:
             self._known[indexes] = self._put_together(indexes)
@@ -72,9 +82,7 @@ class Absence:
 
     def _put_together(self, indexes: tuple[int, ...]) -> _Direct:
         matched = self.matched
-        # In the order of all waits, which are those of one rank after the other.
-        waiting = {id(wait) for index in indexes for wait in self.fronts[index].waits}
-        waits = [wait for wait in self.waits if id(wait) in waiting]
+        waits = self.waits_in(indexes)
         longest = max(waits, key=lambda wait: waited_s(matched.dumps[wait.rank], wait.record))
         record = longest.record
         collective = None

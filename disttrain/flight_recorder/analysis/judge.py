@@ -77,7 +77,7 @@ def _ends(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
     ]
     for records in queued.values():
         indexes = {index for rank in records for index in direct[rank]}
-        others = {wait.rank: wait.record for index in indexes for wait in fronts[index].waits}
+        others = {wait.rank: wait.record for wait in absence.waits_in(indexes)}
         verdicts.append(never_started(matched, records, arrival_lines(matched.dumps, others | records)))
     return sorted(verdicts, key=lambda verdict: _doubt(matched, verdict, was_broken=was_broken))
 
