@@ -34,6 +34,8 @@ def _unshard(name: str, actions: Sequence[Action], max_unsharded: int | None) ->
     room = len(uses) if max_unsharded is None else max_unsharded
     unsharded: dict[int, None] = {}
     result: list[Action] = []
+    # Where there is room for all, those that are unsharded change only after the last use of one of them.
+    is_settled = False
     for action in actions:
         needed = _stages(action)
         if len(needed) > room:
@@ -42,15 +44,17 @@ def _unshard(name: str, actions: Sequence[Action], max_unsharded: int | None) ->
                 f"{action} needs {len(needed)} unsharded stages, max_unsharded is {room}.",
                 f"Allow {len(needed)} or more.",
             )
-        if needed:
+        if needed and not (is_settled and room >= len(uses)):
             # The next ones, in the order in which they are needed; of what is never needed again, nothing.
             soonest = heapq.nsmallest(room, ((queue[0], stage) for stage, queue in uses.items() if queue))
             coming = [stage for _, stage in soonest]
             result += (Action(Op.RESHARD, stage) for stage in unsharded if stage not in coming)
             result += (Action(Op.UNSHARD, stage) for stage in coming if stage not in unsharded)
             unsharded = dict.fromkeys([*(stage for stage in unsharded if stage in coming), *coming])
-            for stage in needed:
-                uses[stage].popleft()
+        is_settled = is_settled or bool(needed)
+        for stage in needed:
+            uses[stage].popleft()
+            is_settled = is_settled and bool(uses[stage])
         result.append(action)
     return result + [Action(Op.RESHARD, stage) for stage in unsharded]
 
