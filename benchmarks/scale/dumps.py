@@ -113,10 +113,9 @@ class Calls:
 def loop(num_ranks: int, num_records: int = NUM_RECORDS) -> list[Call]:
     """A full ring of one rank: a loop over 40 call sites, in three groups of all."""
     ranks = tuple(range(num_ranks))
-    return [
-        (f"group {number % 3}", ranks, "all_reduce" if number % 2 else "all_gather_into_tensor", None, 10 * (number % 40))
-        for number in range(num_records)
-    ]
+    operations = ("all_gather_into_tensor", "all_reduce")
+    sites = [(f"group {line % 3}", ranks, operations[line % 2], None, 10 * line) for line in range(40)]
+    return [sites[number % 40] for number in range(num_records)]
 
 
 def one_absent(num_ranks: int) -> Iterator[Calls]:

@@ -14,8 +14,9 @@ from disttrain.flight_recorder.analysis.judge import judge
 from disttrain.flight_recorder.analysis.match import match
 from disttrain.flight_recorder.analysis.verdict import Verdict
 from disttrain.flight_recorder.dumps.dump import RING, SUFFIX, Dump
-from disttrain.flight_recorder.dumps.reader import Shared, read_dump
+from disttrain.flight_recorder.dumps.reader import read_dump
 from disttrain.flight_recorder.dumps.ring_reader import read_ring
+from disttrain.flight_recorder.dumps.shared_values import Shared
 from disttrain.flight_recorder.dumps.torch_dump import TorchDump, as_dumps, may_be_torch_dump, read_torch_dump
 from disttrain.flight_recorder.record.columns import Records
 from disttrain.flight_recorder.record.ring_layout import STACKS_SUFFIX
