@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from pathlib import Path
 import msgpack
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from harness import OURS, TORCH, Row, command_line, finish, row
+from harness import command_line, finish
 
 from disttrain.flight_recorder.dumps.dump import MAGIC, Dump, dump_name, encode, packed
 from disttrain.flight_recorder.record.record import (

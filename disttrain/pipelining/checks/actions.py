@@ -14,7 +14,8 @@ def check_actions(schedule: Schedule) -> Iterator[Problem]:
     for rank, actions in enumerate(schedule.ranks):
         for position, action in enumerate(actions):
             wrong = _wrong_overlap(action) if action.children or action.op is Op.OVERLAP else None
-            wrong = wrong or next(filter(None, (allowed.wrong(rank, part) for part in action.parts)), None)
+            for part in action.parts:
+                wrong = wrong or allowed.wrong(rank, part)
             if wrong:
                 yield Problem(f"{action}: {wrong[0]}", wrong[1], rank, position)
 

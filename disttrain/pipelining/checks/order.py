@@ -21,7 +21,8 @@ def check_order(schedule: Schedule) -> Iterator[Problem]:
     for rank, actions in enumerate(schedule.ranks):
         done: defaultdict[Key, set[int | None]] = defaultdict(set)
         for position, action in enumerate(actions):
-            for part in action.parts:
+            parts = action.parts
+            for part in parts:
                 kind = part.op, part.stage
                 if kind not in used:
                     inputs = inputs_of(schedule, part, by_message=schedule.has_messages)
@@ -32,7 +33,7 @@ def check_order(schedule: Schedule) -> Iterator[Problem]:
                         text = f"{action} comes before {Action(op, stage, part.microbatch, peer)}, which it uses."
                         yield Problem(text, "Exchange them.", rank, position)
             # Children of an OVERLAP run at the same time: none may use what another computes.
-            for part in action.parts:
+            for part in parts:
                 done[_key(part)].add(part.microbatch)
 
 

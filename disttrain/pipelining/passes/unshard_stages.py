@@ -28,16 +28,16 @@ def unshard_stages(schedule: Schedule, max_unsharded: int | None = None) -> Sche
 
 def _unshard(name: str, actions: Sequence[Action], max_unsharded: int | None) -> list[Action]:
     uses: dict[int, deque[int]] = {}
-    for position, action in enumerate(actions):
-        for stage in _stages(action):
+    needs = list(map(_stages, actions))
+    for position, needed in enumerate(needs):
+        for stage in needed:
             uses.setdefault(stage, deque()).append(position)
     room = len(uses) if max_unsharded is None else max_unsharded
     unsharded: dict[int, None] = {}
     result: list[Action] = []
     # Where there is room for all, those that are unsharded change only after the last use of one of them.
     is_settled = False
-    for action in actions:
-        needed = _stages(action)
+    for action, needed in zip(actions, needs, strict=True):
         if len(needed) > room:
             raise ScheduleError(
                 name,
@@ -62,4 +62,4 @@ def _unshard(name: str, actions: Sequence[Action], max_unsharded: int | None) ->
 def _stages(action: Action) -> list[int]:
     if action.op not in COMPUTE:
         return []
-    return list(dict.fromkeys(part.stage for part in action.parts))
+    return list(dict.fromkeys(part.stage for part in action.children)) if action.children else [action.stage]
