@@ -1,6 +1,6 @@
 """How `disttrain-flight` grows with the ranks whose dumps it reads, for hangs of several kinds.
 
-    python benchmarks/scale/dumps.py [--ranks 1024 2048 4096] [--cases NAME...] [--json FILE]
+    python benchmarks/scale/dumps.py [--quick] [--ranks 1024 4096] [--cases NAME...] [--json FILE]
 
 The command runs as users run it, in a process of its own; time is from its start to its end, memory its peak. torch's
 side is its own analyzer, on the same calls in torch's own dumps, where these can say it.
@@ -9,20 +9,23 @@ side is its own analyzer, on the same calls in torch's own dumps, where these ca
 from __future__ import annotations
 
 import io
+import itertools
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import msgpack
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from harness import command_line, finish
+from harness import OURS, TORCH, Row, command_line, finish, row
 
 from disttrain.flight_recorder.dumps.dump import MAGIC, Dump, dump_name, encode, packed
 from disttrain.flight_recorder.record.record import (
@@ -42,6 +45,11 @@ from disttrain.flight_recorder.record.record import (
 NUM_RECORDS = 2000
 NUM_FRAMES = 8
 NOW_S = 1_700_000_000.0
+SIZES, QUICK_SIZES = (1024, 2048, 4096), (64, 128)
+TORCH_CASES = ("one absent", "half absent")
+TORCH_SIZES, QUICK_TORCH_SIZES = (32, 64, 128), (16,)
+"""torch's analyzer takes minutes for more."""
+_MAX_KEPT = 64
 INSIDE = Frame("/site/disttrain/process_group/door.py", 66, "issue")
 Call = tuple[str, tuple[int, ...], str, int | None, int]
 """Group name, its ranks, operation, the peer's rank, and a line."""
@@ -174,8 +182,7 @@ def ahead(num_ranks: int) -> Iterator[Calls]:
 def other_lines(num_ranks: int) -> Iterator[Calls]:
     """Rank 0 calls everything from lines of its own, and one is absent."""
     calls = loop(num_ranks)
-    own = [(name, ranks, operation, peer, line) for name, ranks, operation, peer, line in calls]
-    own = [(name, ranks, operation, peer, line + 400 if number % 2 else line) for number, (name, ranks, operation, peer, line) in enumerate(own)]
+    own = [(*call[:4], call[4] + 400 * (number % 2)) for number, call in enumerate(calls)]
     for rank in range(num_ranks):
         yield Calls("absent", calls[:-1], waits=False) if rank == 1 else Calls(rank == 0, calls if rank else own)
 
@@ -201,9 +208,8 @@ def ring_of_sends(num_ranks: int) -> Iterator[Calls]:
 
 def mesh(num_ranks: int) -> Iterator[Calls]:
     """Groups of 8 for tensor parallelism, 8 stages, the rest for data; one rank is absent."""
-    num_replicas = num_ranks // 64
     for rank in range(num_ranks):
-        tensor, stage, replica = rank % 8, rank // 8 % 8, rank // 64
+        tensor, stage = rank % 8, rank // 8 % 8
         group = tuple(range(rank - tensor, rank - tensor + 8))
         data = tuple(range(rank % 64, num_ranks, 64))
         step: list[Call] = [(f"tp {rank // 8}", group, "all_reduce", None, 10 * line) for line in range(12)]
@@ -255,10 +261,13 @@ def write_all(folder: Path, num_ranks: int, case: str) -> None:
         if calls.is_gone:
             continue
         if calls.like not in rest:
-            data = encode(like := calls.dump(num_ranks))
-            rest = {**rest, calls.like: (like, _without_head(data))} if len(rest) < 64 else {calls.like: (like, _without_head(data))}
+            if len(rest) == _MAX_KEPT:
+                rest.clear()
+            like = calls.dump(num_ranks)
+            rest[calls.like] = (like, _without_head(encode(like)))
         like, body = rest[calls.like]
-        dump = replace(like, rank=rank, pid=rank, host=f"node{rank // 8}", records=(), groups=(), channels=(), threads=(), failure=None)
+        named = replace(like, rank=rank, pid=rank, host=f"node{rank // 8}")
+        dump = replace(named, records=(), groups=(), channels=(), threads=(), failure=None)
         head = encode(dump)
         content = head[: len(head) - len(_end(head))] + body
         (folder / dump_name(dump)).write_bytes(content + packed(["end", zlib.crc32(content)]))
@@ -275,32 +284,94 @@ def _without_head(data: bytes) -> bytes:
     return data[first : data.rindex(packed("end")) - 1]
 
 
-def run(folder: Path) -> dict[str, float]:
-    """Seconds, processor seconds and peak bytes of the command."""
+def write_torch(folder: Path, num_ranks: int, case: str) -> None:
+    """The same calls as torch's NCCL process groups dump them."""
+    entries: dict[object, list[dict[str, Any]]] = {}
+    for rank, calls in enumerate(CASES[case](num_ranks)):
+        if calls.like not in entries:
+            dump = calls.dump(num_ranks)
+            entries[calls.like] = [_torch_entry(number, record) for number, record in enumerate(dump.records)]
+        groups = {call[0]: call[1] for call in calls.calls}
+        content = {
+            "version": "2.10",
+            "entries": entries[calls.like],
+            "pg_config": {
+                name: {"name": name, "desc": name, "ranks": str(list(ranks))} for name, ranks in groups.items()
+            },
+            "pg_status": {},
+        }
+        (folder / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(content))
+
+
+def _torch_entry(number: int, record: Record) -> dict[str, Any]:
+    site, is_over = record.site, record.state is State.COMPLETED
+    began_ns = int(record.enqueued_s * 1e9)
+    sizes = [list(shape) for shape in site.input_shapes]
+    names = {"all_gather_into_tensor": "_all_gather_base"}
+    return {
+        "record_id": number,
+        "pg_id": 0,
+        "process_group": (site.group_name, site.group_name),
+        "collective_seq_id": record.sequence,
+        "p2p_seq_id": 0,
+        "op_id": number,
+        "profiling_name": f"nccl:{names.get(site.operation, site.operation)}",
+        "time_created_ns": began_ns,
+        "time_discovered_started_ns": began_ns,
+        "time_discovered_completed_ns": began_ns + 5_000_000 if is_over else None,
+        "input_sizes": sizes,
+        "input_dtypes": ["BFloat16"],
+        "output_sizes": sizes,
+        "output_dtypes": ["BFloat16"],
+        "state": "completed" if is_over else "started",
+        "retired": is_over,
+        "is_p2p": False,
+        "timeout_ms": 600_000,
+        "frames": [{"name": frame.function, "filename": frame.file, "line": frame.line} for frame in site.stack],
+    }
+
+
+def run(side: str, folder: Path) -> tuple[float, float]:
+    """Seconds from start to end of the command, and the bytes that it has at most."""
+    ours = ["-m", "disttrain.flight_recorder.cli", str(folder), "--json"]
+    theirs = ["-m", "torch.distributed.flight_recorder.fr_trace", str(folder), "--prefix", "nccl_trace_rank_"]
     start_s = time.perf_counter()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "disttrain.flight_recorder.cli", folder, "--json"], stdout=subprocess.DEVNULL
-    )
+    command = [sys.executable, *(ours if side == OURS else theirs)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
     wall_s = time.perf_counter() - start_s
     process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode not in (1, 2), process.returncode
-    return {"wall_s": wall_s, "cpu_s": usage.ru_utime + usage.ru_stime, "peak_bytes": usage.ru_maxrss * 1024}
+    assert side == TORCH or process.returncode not in (1, 2), process.returncode
+    return wall_s, usage.ru_maxrss * 1024
+
+
+def rows(quick: bool) -> list[Row]:
+    """Two rows for each kind of hang and size: seconds and memory."""
+    found = _rows(QUICK_TORCH_SIZES if quick else TORCH_SIZES, TORCH_CASES, (OURS, TORCH))
+    return found + _rows(QUICK_SIZES if quick else SIZES, CASES, (OURS,))
+
+
+def _rows(sizes: Sequence[int], cases: Iterable[str], sides: Sequence[str]) -> list[Row]:
+    found = []
+    for case, num_ranks in itertools.product(cases, sizes):
+        taken = {}
+        for side in sides:
+            with tempfile.TemporaryDirectory() as folder:
+                (write_all if side == OURS else write_torch)(Path(folder), num_ranks, case)
+                taken[side] = run(side, Path(folder))
+        name = f"{case}, {num_ranks} ranks x {NUM_RECORDS} records"
+        found.append(row(name, "s", {side: [wall_s] for side, (wall_s, _) in taken.items()}))
+        found.append(row(name, "MiB at most", {side: [peak] for side, (_, peak) in taken.items()}, 2**-20))
+    return found
 
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1024, 2048, 4096])
+    parser.add_argument("--quick", action="store_true", help="small worlds")
+    parser.add_argument("--ranks", type=int, nargs="+", help="these worlds, and no torch")
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=CASES)
     options = parser.parse_args()
-    rows = []
-    for case in options.cases:
-        for num_ranks in options.ranks:
-            with tempfile.TemporaryDirectory() as folder:
-                write_all(Path(folder), num_ranks, case)
-                taken = run(Path(folder))
-            print(case, num_ranks, taken, flush=True)
-    finish(rows, options.json)
+    finish(_rows(options.ranks, options.cases, (OURS,)) if options.ranks else rows(options.quick), options.json)
 
 
 if __name__ == "__main__":

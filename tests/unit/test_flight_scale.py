@@ -21,7 +21,7 @@ from disttrain.flight_recorder.dumps.reader import decode
 from disttrain.flight_recorder.dumps.record_runs import NewestFirst
 from disttrain.flight_recorder.dumps.shared_values import Shared
 from disttrain.flight_recorder.record.columns import Records
-from disttrain.flight_recorder.record.record import DeviceTimes, Failure
+from disttrain.flight_recorder.record.record import DeviceTimes, Failure, Record
 from tests.unit.flight_ranks import Rank, line
 
 SMALL, LARGE = 24, 96
@@ -151,26 +151,24 @@ def test_the_graph_of_waits_has_linear_size(make: Callable[[int, int], Dump], ki
         assert sum(len(front.waits) + len(front.for_ranks) for front in fronts) <= 3 * num_ranks
 
 
-def test_few_records_are_made() -> None:
+def test_few_records_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a hang, the records of the calls that do not end, whatever the rings hold."""
+    made: list[int] = []
+    make = Records._at
+
+    def counting(self: Records, index: int) -> Record:
+        made.append(index)
+        return make(self, index)
+
+    monkeypatch.setattr(Records, "_at", counting)
     for num_ranks, num_calls in ((SMALL, NUM_CALLS), (LARGE, 3 * NUM_CALLS)):
-        num_made = 0
-        shared = Shared()
-        dumps = []
+        shared, dumps = Shared(), []
         for rank in range(num_ranks):
             calls = _before(rank, num_ranks, num_calls)
             dumps.append(decode(encode(calls.dump(at=33) if rank % 2 else calls.waits("all_reduce").dump()), shared))
-        made = Records._at
-
-        def counting(self: Records, index: int) -> Any:
-            nonlocal num_made
-            num_made += 1
-            return made(self, index)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Records, "_at", counting)
-            judge(match(dumps))
-        assert num_made <= 4 * num_ranks
+        made.clear()
+        judge(match(dumps))
+        assert len(made) <= 4 * num_ranks
 
 
 def test_ranks_that_did_the_same_share_their_columns() -> None:
@@ -180,11 +178,14 @@ def test_ranks_that_did_the_same_share_their_columns() -> None:
 
 
 def test_a_full_ring_is_read_in_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    num_singly = []
+    num_singly: list[int] = []
     add = NewestFirst.add
-    monkeypatch.setattr(
-        NewestFirst, "add", lambda self, columns, states: (num_singly.append(len(states)), add(self, columns, states))
-    )
+
+    def counting(self: NewestFirst, columns: list[Any], states: bytes) -> None:
+        num_singly.append(len(states))
+        add(self, columns, states)
+
+    monkeypatch.setattr(NewestFirst, "add", counting)
     counts = {}
     for num_calls in (1000, 2000):
         num_singly.clear()
