@@ -17,15 +17,9 @@ from typing import Any, Final, NamedTuple
 import msgpack
 
 from disttrain.errors import FlightDumpError
+from disttrain.flight_recorder.dumps.checked_values import as_int, as_ints, as_text, checked_header, more_of_site
 from disttrain.flight_recorder.dumps.dump import RING, Dump
-from disttrain.flight_recorder.dumps.reader import (
-    MAX_FILE_BYTES,
-    as_int,
-    as_ints,
-    as_text,
-    checked_header,
-    more_of_site,
-)
+from disttrain.flight_recorder.dumps.reader import MAX_FILE_BYTES
 from disttrain.flight_recorder.record import ring_layout as layout
 from disttrain.flight_recorder.record.record import (
     CallSite,
