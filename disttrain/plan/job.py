@@ -122,7 +122,8 @@ class Choice:
 
     Args: microbatch_size  sequences, of which each rank takes num_microbatches in a step;  schedule  None without a
           pipeline;  recomputes  activation checkpoints around blocks;  is_compiled  blocks;  reduces_each  gradients
-          after each microbatch, where there is no pipeline: its schedule reduces once.
+          after each microbatch, where there is no pipeline: its schedule reduces once;  stages_per_rank  of the
+          pipeline; None: as many as the schedule has where nobody says.
     """
 
     mesh: MeshSizes
@@ -132,6 +133,19 @@ class Choice:
     recomputes: bool = False
     is_compiled: bool = False
     reduces_each: bool = False
+    stages_per_rank: int | None = None
+
+    @property
+    def pipeline(self) -> tuple[str, int, int | None]:
+        """The schedule, the ranks of the pipeline, and the stages of each."""
+        assert self.schedule is not None
+        return self.schedule, self.mesh.pp, self.stages_per_rank
+
+    @property
+    def schedule_words(self) -> str:
+        """The schedule, and how many stages a rank has where that is not what it has by itself."""
+        stages = f"/{self.stages_per_rank}" if self.stages_per_rank else ""
+        return f"{self.schedule}{stages}" if self.schedule else "-"
 
     @property
     def num_reductions(self) -> int:
@@ -147,7 +161,7 @@ class Choice:
     def __str__(self) -> str:
         words = [str(self.mesh)]
         if self.schedule:
-            words.append(self.schedule)
+            words.append(self.schedule_words)
         words.append(f"{self.num_microbatches} x {self.microbatch_size}")
         words += ["recompute"] * self.recomputes + ["compiled"] * self.is_compiled
         words += ["reduce each"] * self.reduces_each

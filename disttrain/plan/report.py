@@ -79,7 +79,7 @@ def _row(number: int, plan: Plan, job: Job) -> tuple[str, ...]:
     return (
         str(number),
         str(choice.mesh),
-        choice.schedule or "-",
+        choice.schedule_words,
         f"{choice.num_microbatches} x {choice.microbatch_size}",
         "+".join(name for name, is_on in extras.items() if is_on) or "-",
         _gib(plan.memory.total_bytes),

@@ -82,9 +82,8 @@ def likely_s(job: Job, choice: Choice) -> float:
     only wait more."""
     if choice.schedule is None:
         return times_of(job, choice).step_s
-    pp = choice.mesh.pp
-    each, on_top = _even_rhythm(choice.schedule, pp)
-    busiest = _busiest_s(choice.schedule, pp, [stage_times(job, choice, stage) for stage in parts_of(job, choice)])
+    each, on_top = _even_rhythm(*choice.pipeline)
+    busiest = _busiest_s(choice, [stage_times(job, choice, stage) for stage in parts_of(job, choice)])
     filling = busiest * min(on_top, choice.num_microbatches * each)
     return choice.num_microbatches * each * busiest + filling + _optimizer_s(job, choice)
 
@@ -112,7 +111,7 @@ def timeline_of(job: Job, choice: Choice) -> Timeline:
 def _played(job: Job, choice: Choice) -> Timeline:
     assert choice.schedule is not None
     fewer = fewer_microbatches(choice.schedule, choice.mesh.pp, choice.num_microbatches)
-    return simulate(schedule_of(choice.schedule, choice.mesh.pp, fewer), costs_of(job, choice))
+    return simulate(schedule_of(choice.pipeline, fewer), costs_of(job, choice))
 
 
 def makespan_s(job: Job, choice: Choice) -> float:
@@ -138,18 +137,18 @@ def _steady_s(timeline: Timeline) -> float:
 
 
 @cache
-def _even_rhythm(name: str, num_ranks: int) -> tuple[float, float]:
+def _even_rhythm(name: str, num_ranks: int, stages_per_rank: int | None) -> tuple[float, float]:
     """Returns what a microbatch takes and what comes on top of all, in units of what a rank computes for one
     microbatch, where all stages are alike, and F, I and W too."""
-    stages_per_rank = len(stages_of_ranks(name, num_ranks)[0])
-    timeline = simulate(schedule_of(name, num_ranks, 4 * num_ranks), Costs().split(stages_per_rank))
+    schedule = schedule_of((name, num_ranks, stages_per_rank), 4 * num_ranks)
+    timeline = simulate(schedule, Costs().split(schedule.num_stages // num_ranks))
     each = _steady_s(timeline) / 3
     return each, timeline.makespan_s / 3 - 4 * num_ranks * each
 
 
-def _busiest_s(name: str, num_ranks: int, stages: Sequence[StageTimes]) -> float:
+def _busiest_s(choice: Choice, stages: Sequence[StageTimes]) -> float:
     """Returns what the rank with most to do computes for each microbatch."""
-    return max(sum(stages[stage].total_s for stage in of_rank) for of_rank in stages_of_ranks(name, num_ranks))
+    return max(sum(stages[stage].total_s for stage in of_rank) for of_rank in stages_of_ranks(*choice.pipeline))
 
 
 def _tie_s(job: Job, choice: Choice) -> float:
