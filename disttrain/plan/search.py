@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from disttrain.errors import ScheduleError
 from disttrain.plan.job import Choice, Job, MeshSizes, meshes, why_not
 from disttrain.plan.model.memory import Memory, memory_of, resting_bytes
+from disttrain.plan.model.parts import has_any_stages
 from disttrain.plan.time.times import Times, likely_s, times_of
 from disttrain.plan.time.traffic import Traffic, traffic_of
 
@@ -24,6 +25,8 @@ EAGER_SCHEDULES = frozenset({"ZBVZeroBubble", "V-Half", "V-Min", "ZB-H1", "ZB-H2
 MOST_PIPELINE_RANKS = 16
 MOST_SEQUENCES = 16
 """In a microbatch; with more nothing is faster."""
+MOST_STAGES = 8
+"""Of each rank, in the search; with more, messages take what the bubble loses."""
 _MOST_FACTOR = 16
 _FEWEST_TOKENS = 512
 
@@ -105,13 +108,34 @@ def choices(job: Job, mesh: MeshSizes, schedules: Sequence[str] = SCHEDULES) -> 
     for size in (1 << power for power in range(MOST_SEQUENCES.bit_length())):
         if num_sequences % size:
             break
-        for schedule in schedules if mesh.pp > 1 else (None,):
+        for schedule, per_rank in _pipelines(job, mesh, schedules):
             is_compiled = job.may_compile and schedule not in EAGER_SCHEDULES
             num_microbatches = num_sequences // size
             may_reduce_each = schedule is None and mesh.dp > 1 and num_microbatches > 1
             for recomputes in (False, True):
                 for reduces_each in (False, True)[: 1 + may_reduce_each]:
-                    yield Choice(mesh, size, num_microbatches, schedule, recomputes, is_compiled, reduces_each)
+                    yield Choice(
+                        mesh, size, num_microbatches, schedule, recomputes, is_compiled, reduces_each, per_rank
+                    )
+
+
+def _pipelines(job: Job, mesh: MeshSizes, schedules: Sequence[str]) -> Iterator[tuple[str | None, int | None]]:
+    """Yields schedules with the stages of each rank, None where there is nothing to choose: of those that take any
+    number, as many as give no rank more blocks than it must have."""
+    if mesh.pp == 1:
+        yield None, None
+        return
+    for schedule in schedules:
+        yield schedule, None
+        if has_any_stages(schedule):
+            yield from ((schedule, number) for number in _more_stages(job.sizes.num_layers, mesh.pp))
+
+
+def _more_stages(num_layers: int, pp: int) -> tuple[int, ...]:
+    """Numbers of stages for each rank, beyond two: the least, the most and one between them of those that are even."""
+    most_blocks = -(-num_layers // pp)
+    even = [number for number in range(3, MOST_STAGES + 1) if number * pp <= num_layers and most_blocks % number == 0]
+    return tuple(sorted({even[0], even[len(even) // 2], even[-1]})) if even else ()
 
 
 def _least_s(job: Job, choice: Choice) -> float | None:

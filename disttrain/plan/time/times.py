@@ -24,12 +24,8 @@ from disttrain.plan.model.parts import (
     tied_elements,
 )
 from disttrain.plan.time.links import link_of
-from disttrain.plan.time.stage_times import StageTimes, block_times, stage_times
+from disttrain.plan.time.stage_times import NCCL_SHARE, StageTimes, block_times, stage_times
 from disttrain.plan.time.traffic import ring_bytes
-
-NCCL_SHARE = 24 / 132
-"""Of a GPU's multiprocessors: those on which NCCL's channels run within a node, H100 and later."""
-
 
 @dataclass(frozen=True)
 class Times:
