@@ -27,6 +27,8 @@ MOST_SEQUENCES = 16
 """In a microbatch; with more nothing is faster."""
 MOST_STAGES = 8
 """Of each rank, in the search; with more, messages take what the bubble loses."""
+_WORTH_MORE_STAGES = 0.01
+"""Of a step: what a pipeline of two stages a rank waits at least, where more are looked at."""
 _MOST_FACTOR = 16
 _FEWEST_TOKENS = 512
 
@@ -108,7 +110,7 @@ def choices(job: Job, mesh: MeshSizes, schedules: Sequence[str] = SCHEDULES) -> 
     for size in (1 << power for power in range(MOST_SEQUENCES.bit_length())):
         if num_sequences % size:
             break
-        for schedule, per_rank in _pipelines(job, mesh, schedules):
+        for schedule, per_rank in _pipelines(job, mesh, schedules, num_sequences // size):
             is_compiled = job.may_compile and schedule not in EAGER_SCHEDULES
             num_microbatches = num_sequences // size
             may_reduce_each = schedule is None and mesh.dp > 1 and num_microbatches > 1
@@ -119,23 +121,26 @@ def choices(job: Job, mesh: MeshSizes, schedules: Sequence[str] = SCHEDULES) -> 
                     )
 
 
-def _pipelines(job: Job, mesh: MeshSizes, schedules: Sequence[str]) -> Iterator[tuple[str | None, int | None]]:
-    """Yields schedules with the stages of each rank, None where there is nothing to choose: of those that take any
-    number, as many as give no rank more blocks than it must have."""
+def _pipelines(
+    job: Job, mesh: MeshSizes, schedules: Sequence[str], num_microbatches: int
+) -> Iterator[tuple[str | None, int | None]]:
+    """Yields schedules with the stages of each rank, None for what they have by themselves."""
     if mesh.pp == 1:
         yield None, None
         return
+    is_worth_more = mesh.pp - 1 > _WORTH_MORE_STAGES * 2 * num_microbatches
     for schedule in schedules:
         yield schedule, None
-        if has_any_stages(schedule):
+        if is_worth_more and has_any_stages(schedule):
             yield from ((schedule, number) for number in _more_stages(job.sizes.num_layers, mesh.pp))
 
 
 def _more_stages(num_layers: int, pp: int) -> tuple[int, ...]:
-    """Numbers of stages for each rank, beyond two: the least, the most and one between them of those that are even."""
+    """Numbers of stages for each rank, beyond two, with which all stages but the ends can be alike: the least and the
+    most."""
     most_blocks = -(-num_layers // pp)
-    even = [number for number in range(3, MOST_STAGES + 1) if number * pp <= num_layers and most_blocks % number == 0]
-    return tuple(sorted({even[0], even[len(even) // 2], even[-1]})) if even else ()
+    alike = [number for number in range(3, MOST_STAGES + 1) if number * pp <= num_layers and most_blocks % number == 0]
+    return tuple(sorted({alike[0], alike[-1]})) if alike else ()
 
 
 def _least_s(job: Job, choice: Choice) -> float | None:
@@ -172,7 +177,8 @@ def _fits(job: Job, choice: Choice) -> bool:
 
 def leanest(job: Job, mesh: MeshSizes, schedules: Sequence[str] = SCHEDULES) -> Plan | None:
     """The choice that takes least memory on a mesh; None: no schedule can be made for it."""
-    every = [choice for choice in choices(job, mesh, schedules) if choice.recomputes]
+    # More stages for each rank keep more activations.
+    every = [choice for choice in choices(job, mesh, schedules) if choice.recomputes and not choice.stages_per_rank]
     # Sums of gradients over microbatches can be more than the activations of one large microbatch.
     lean = [choice for choice in every if choice.microbatch_size == 1 or choice.schedule is None]
     by_bytes: list[tuple[int, int, Choice]] = []

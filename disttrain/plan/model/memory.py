@@ -65,7 +65,8 @@ def memory_of(job: Job, choice: Choice) -> Memory:
 def resting_bytes(job: Job, choice: Choice) -> int:
     """Returns the parameters and optimizer state of the rank that has most: less than any choice on this mesh takes at
     its peak."""
-    return max(sum(_resting(job, choice, [stage]).values()) for stage in parts_of(job, choice))
+    kinds = dict.fromkeys(parts_of(job, choice))
+    return max(sum(_resting(job, choice, [stage]).values()) for stage in kinds)
 
 
 def _plain(job: Job, choice: Choice) -> list[Memory]:

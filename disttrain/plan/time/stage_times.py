@@ -32,12 +32,13 @@ SHARED_MEMORY_BYTES = 227 << 10
 @dataclass(frozen=True)
 class Computing:
     """Seconds of a forward, of a backward, of what in that computes weights' gradients, and of what tensor parallel
-    communicates with nothing to hide it, one way."""
+    adds to both: communication that nothing hides."""
 
     forward: float
     backward: float
     weights: float
-    tp: float = 0.0
+    tp_forward: float = 0.0
+    tp_backward: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,7 @@ def block_times(job: Job, choice: Choice) -> Computing:
     backward += 2 * elementwise
     there, back = _exposed_s(job, choice, products)
     host_s = HOST_COMPILED_BLOCK_S if choice.is_compiled else HOST_BLOCK_S
-    return Computing(
-        max(forward, host_s) + there, max(backward, 2 * host_s) + back, products.weights, (there + back) / 2
-    )
+    return Computing(max(forward, host_s) + there, max(backward, 2 * host_s) + back, products.weights, there, back)
 
 
 @dataclass(frozen=True)
@@ -185,4 +184,6 @@ def stage_times(job: Job, choice: Choice, stage: StageParts) -> StageTimes:
     weights = num * block.weights + stage.has_head * head.weights + sums
     if choice.is_compiled:
         weights = COMPILED_WEIGHT_SHARE * backward
-    return StageTimes(forward, backward, weights, num * again, num * block.tp * (2 + choice.recomputes))
+    again_tp = block.tp_forward * choice.recomputes
+    tp_s = num * (block.tp_forward + block.tp_backward + again_tp)
+    return StageTimes(forward, backward, weights, num * (again - again_tp), tp_s)

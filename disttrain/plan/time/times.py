@@ -3,7 +3,6 @@ which the simulator plays."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 
@@ -19,13 +18,14 @@ from disttrain.plan.model.parts import (
     elements_of,
     fewer_microbatches,
     parts_of,
+    parts_of_ranks,
     schedule_of,
-    stages_of_ranks,
     tied_elements,
 )
 from disttrain.plan.time.links import link_of
-from disttrain.plan.time.stage_times import NCCL_SHARE, StageTimes, block_times, stage_times
+from disttrain.plan.time.stage_times import NCCL_SHARE, block_times, stage_times
 from disttrain.plan.time.traffic import ring_bytes
+
 
 @dataclass(frozen=True)
 class Times:
@@ -79,7 +79,7 @@ def likely_s(job: Job, choice: Choice) -> float:
     if choice.schedule is None:
         return times_of(job, choice).step_s
     each, on_top = _even_rhythm(*choice.pipeline)
-    busiest = _busiest_s(choice, [stage_times(job, choice, stage) for stage in parts_of(job, choice)])
+    busiest = _busiest_s(job, _beside_nothing(choice))
     filling = busiest * min(on_top, choice.num_microbatches * each)
     return choice.num_microbatches * each * busiest + filling + _optimizer_s(job, choice)
 
@@ -99,8 +99,14 @@ def costs_of(job: Job, choice: Choice) -> Costs:
 
 def timeline_of(job: Job, choice: Choice) -> Timeline:
     """Of the first microbatches, by the simulator. Raises: ScheduleError when there is no such schedule."""
-    # How the ranks beside a pipeline share its stages' parameters changes nothing in it.
-    return _played(job, replace(choice, mesh=replace(choice.mesh, replicate=1, dp=choice.mesh.num_batch_parts)))
+    return _played(job, _beside_nothing(choice))
+
+
+def _beside_nothing(choice: Choice) -> Choice:
+    """How the ranks beside a pipeline share its stages' parameters changes nothing in it."""
+    if choice.mesh.replicate == 1:
+        return choice
+    return replace(choice, mesh=replace(choice.mesh, replicate=1, dp=choice.mesh.num_batch_parts))
 
 
 @cache
@@ -142,9 +148,11 @@ def _even_rhythm(name: str, num_ranks: int, stages_per_rank: int | None) -> tupl
     return each, timeline.makespan_s / 3 - 4 * num_ranks * each
 
 
-def _busiest_s(choice: Choice, stages: Sequence[StageTimes]) -> float:
+@cache
+def _busiest_s(job: Job, choice: Choice) -> float:
     """Returns what the rank with most to do computes for each microbatch."""
-    return max(sum(stages[stage].total_s for stage in of_rank) for of_rank in stages_of_ranks(*choice.pipeline))
+    seconds = {stage: stage_times(job, choice, stage).total_s for stage in dict.fromkeys(parts_of(job, choice))}
+    return max(sum(seconds[stage] for stage in stages) for stages in parts_of_ranks(job, choice))
 
 
 def _tie_s(job: Job, choice: Choice) -> float:
