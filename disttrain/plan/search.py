@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from disttrain.errors import ScheduleError
 from disttrain.plan.job import Choice, Job, MeshSizes, meshes, why_not
-from disttrain.plan.model.memory import Memory, memory_of, resting_bytes
+from disttrain.plan.model.memory import Memory, has_room, memory_of, resting_bytes
 from disttrain.plan.model.parts import has_any_stages
 from disttrain.plan.time.times import Times, likely_s, times_of
 from disttrain.plan.time.traffic import Traffic, traffic_of
@@ -99,7 +99,9 @@ def find_plans(
                 bounded.append((least_s, len(bounded), choice, False))
     num_choices = len(bounded)
     plans = _best(job, bounded, num_plans)
-    misfits = _misfits(job, possible, schedules, num_plans) if len(plans) < len(possible) else ()
+    fitting = {(plan.choice.mesh.pp, plan.choice.mesh.tp) for plan in plans}
+    others = [candidate for candidate in possible if (candidate.pp, candidate.tp) not in fitting]
+    misfits = _misfits(job, others, schedules, num_plans)
     return Plans(job, plans, misfits, dict(refused), num_choices)
 
 
@@ -170,7 +172,7 @@ def _best(job: Job, bounded: list[tuple[float, int, Choice, bool]], num_plans: i
 def _fits(job: Job, choice: Choice) -> bool:
     """Not where its schedule cannot be made for so many microbatches."""
     try:
-        return memory_of(job, choice).total_bytes <= job.usable_bytes
+        return has_room(job, choice)
     except ScheduleError:
         return False
 

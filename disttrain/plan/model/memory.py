@@ -58,8 +58,17 @@ class Memory:
 
 def memory_of(job: Job, choice: Choice) -> Memory:
     """Of all ranks and moments, the fullest. Raises: ScheduleError when there is no such schedule."""
-    moments = _pipeline(job, choice) if choice.schedule else _plain(job, choice)
-    return max(moments, key=lambda memory: memory.total_bytes)
+    return max(_moments(job, choice), key=lambda memory: memory.total_bytes)
+
+
+def has_room(job: Job, choice: Choice) -> bool:
+    """True where every rank has room at every moment. Raises: ScheduleError when there is no such schedule."""
+    return all(memory.total_bytes <= job.usable_bytes for memory in _moments(job, choice))
+
+
+def _moments(job: Job, choice: Choice) -> Iterator[Memory]:
+    """Yields what ranks hold when they can be fullest."""
+    return _pipeline(job, choice) if choice.schedule else iter(_plain(job, choice))
 
 
 def resting_bytes(job: Job, choice: Choice) -> int:

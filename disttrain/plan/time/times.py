@@ -138,10 +138,16 @@ def _steady_s(timeline: Timeline) -> float:
     return max(between_s, max(timeline.busy_s) / schedule.num_microbatches)
 
 
+_LOOPS = {"1F1B": 1, "Interleaved1F1B": 2}
+"""Schedules that wait for (ranks - 1) / (stages of a rank) microbatches, and for nothing else, with their stages."""
+
+
 @cache
 def _even_rhythm(name: str, num_ranks: int, stages_per_rank: int | None) -> tuple[float, float]:
     """Returns what a microbatch takes and what comes on top of all, in units of what a rank computes for one
     microbatch, where all stages are alike, and F, I and W too."""
+    if name in _LOOPS:
+        return 1.0, (num_ranks - 1) / (stages_per_rank or _LOOPS[name])
     schedule = schedule_of((name, num_ranks, stages_per_rank), 4 * num_ranks)
     timeline = simulate(schedule, Costs().split(schedule.num_stages // num_ranks))
     each = _steady_s(timeline) / 3
