@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 
 from disttrain.errors import SettingError
 from disttrain.plan.model.sizes import LlamaSizes
@@ -69,6 +70,14 @@ class Job:
             raise SettingError("plan", problem, "Give a multiple of --node-size, or another --node-size.")
         if self.uses_float8 and not self.hardware.float8_flops:
             raise SettingError("plan", f"{self.hardware.name} has no float8.", "Leave --float8 out.")
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Kept, since what is known of a job's choices is found by the job, again and again."""
+        return hash(tuple(getattr(self, each.name) for each in fields(self)))
 
     @property
     def num_tokens(self) -> int:
