@@ -89,7 +89,7 @@ class Job:
         return self.memory_share * self.hardware.memory_gib * 2**30
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class MeshSizes:
     """Ranks along each axis, in the order of `AXES`."""
 

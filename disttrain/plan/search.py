@@ -16,6 +16,7 @@ from disttrain.errors import ScheduleError
 from disttrain.plan.job import Choice, Job, MeshSizes, meshes, why_not
 from disttrain.plan.model.memory import Memory, has_room, memory_of, resting_bytes
 from disttrain.plan.model.parts import has_any_stages
+from disttrain.plan.remedies import why_nothing
 from disttrain.plan.time.times import Times, likely_s, times_of
 from disttrain.plan.time.traffic import Traffic, traffic_of
 
@@ -65,13 +66,14 @@ class Misfit:
 @dataclass(frozen=True)
 class Plans:
     """The answer: `plans` best first, `misfits` by how little they lack, `refused` rules with how many meshes break
-    them."""
+    them; where there is no plan, the cause and remedies in words."""
 
     job: Job
     plans: tuple[Plan, ...]
     misfits: tuple[Misfit, ...]
     refused: dict[str, int]
     num_choices: int
+    why_nothing: tuple[str, ...] = ()
 
 
 def plan_of(job: Job, choice: Choice) -> Plan:
@@ -102,7 +104,10 @@ def find_plans(
     fitting = {(plan.choice.mesh.pp, plan.choice.mesh.tp) for plan in plans}
     others = [candidate for candidate in possible if (candidate.pp, candidate.tp) not in fitting]
     misfits = _misfits(job, others, schedules, num_plans)
-    return Plans(job, plans, misfits, dict(refused), num_choices)
+    why: tuple[str, ...] = ()
+    if not plans and mesh is None:
+        why = tuple(why_nothing(job, MOST_PIPELINE_RANKS, lambda asked, of: _has_room(asked, of, schedules)))
+    return Plans(job, plans, misfits, dict(refused), num_choices, why)
 
 
 def choices(job: Job, mesh: MeshSizes, schedules: Sequence[str] = SCHEDULES) -> Iterator[Choice]:
