@@ -38,13 +38,13 @@ class MLflow:
         except Exception as error:
             if "MLFLOW_ALLOW_FILE_STORE" not in str(error) and not isinstance(error, ImportError):
                 raise
-            is_folder = not isinstance(error, ImportError)
+            problem = f"it lacks a package ({error})" if isinstance(error, ImportError) else "it writes to no folders"
+            uri = self._tracking_uri or mlflow.get_tracking_uri()
             raise SettingError(
                 "MLflow",
-                f"{'mlflow writes no runs to folders' if is_folder else f'mlflow lacks a package ({error})'}; "
-                f"tracking_uri is {mlflow.get_tracking_uri() if self._tracking_uri is None else self._tracking_uri}.",
+                f"{problem}, and tracking_uri is {uri}.",
                 "Give tracking_uri of a server, or of a database, as sqlite:///mlflow.db, for which mlflow is needed in "
-                "place of mlflow-skinny; or for folders set MLFLOW_ALLOW_FILE_STORE=true.",
+                "place of mlflow-skinny. For folders set MLFLOW_ALLOW_FILE_STORE=true.",
             ) from error
         if run_id is None:
             experiment = client.get_experiment_by_name(self._experiment)
