@@ -43,7 +43,7 @@ class MLflow:
             raise SettingError(
                 "MLflow",
                 f"{problem}, and tracking_uri is {uri}.",
-                "Give tracking_uri of a server, or of a database, as sqlite:///mlflow.db, for which mlflow is needed in "
+                "Give tracking_uri of a server, or of a database as sqlite:///mlflow.db, for which mlflow is needed in "
                 "place of mlflow-skinny. For folders set MLFLOW_ALLOW_FILE_STORE=true.",
             ) from error
         if run_id is None:
