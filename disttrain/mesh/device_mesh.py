@@ -14,8 +14,8 @@ from disttrain.errors import MeshError
 from disttrain.mesh._torch import GraphConstant, hold_in_graphs
 from disttrain.mesh.groups import given_groups
 from disttrain.mesh.layout import MeshLayout
-from disttrain.mesh.torch_callers import NotForTorch, check_caller
 from disttrain.process_group import ProcessGroup, World, current_world, init_process_group, is_initialized
+from disttrain.process_group.beside.torch_callers import NotForTorch, check_caller
 
 if TYPE_CHECKING:
     from torch import Tensor

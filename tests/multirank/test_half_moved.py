@@ -14,7 +14,7 @@ from torch import nn
 import disttrain
 from disttrain.dtensor import Replicate, Shard, distribute_tensor
 from disttrain.errors import HalfMovedError, MeshError
-from disttrain.mesh.torch_callers import OURS, PRIVATE_NAMES
+from disttrain.process_group.beside.torch_callers import OURS, PRIVATE_NAMES
 from disttrain.testing.pytest_plugin import on_ranks
 
 Call = Callable[[Any], object]
@@ -83,6 +83,33 @@ def test_placements_of_ours_are_refused() -> None:
     style = parallel.ColwiseParallel(output_layouts=Replicate())  # type: ignore[arg-type]
     with pytest.raises(HalfMovedError, match=said):
         parallel.parallelize_module(nn.Linear(4, 4), mesh, style)(torch.ones(2, 4))
+
+
+@on_ranks(2)
+def test_groups_of_ours_are_looked_up_in_vain_and_torch_s_are_taken() -> None:
+    from torch.distributed import _functional_collectives as functional
+
+    world = disttrain.current_world()
+    world.default_group.to_torch()
+    group = disttrain.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)).get_group()
+    calls: dict[str, Call] = {
+        "get_backend": torch.distributed.get_backend,
+        "all_gather_object": lambda group: torch.distributed.all_gather_object([None, None], 1, group=group),
+        "all_reduce": lambda group: functional.all_reduce(torch.ones(2), "sum", group),
+    }
+    for name, call in calls.items():
+        said = (
+            rf"{name}: it is torch's, and is given a group of disttrain's\. Call disttrain's {name}, or give .*to_torch"
+        )
+        with pytest.raises(HalfMovedError, match=said):
+            call(group)
+    theirs = disttrain.to_torch(group)
+    assert torch.distributed.get_backend(theirs) == "gloo"
+    assert functional.all_reduce(torch.ones(2), "sum", theirs).tolist() == [2.0, 2.0]
+    objects: list[Any] = [None, None]
+    torch.distributed.all_gather_object(objects, world.rank, group=theirs)
+    assert objects == [0, 1]
+    assert str(group) == repr(group)
 
 
 @on_ranks(1)

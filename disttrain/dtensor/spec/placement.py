@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from disttrain.mesh._torch import GraphConstant, hold_in_graphs
-from disttrain.mesh.torch_callers import check_caller
+from disttrain.process_group.beside.torch_callers import check_caller
 
 
 @dataclass(frozen=True)

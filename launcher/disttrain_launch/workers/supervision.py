@@ -23,8 +23,8 @@ KILL_S = 5.0
 PATIENCE_S = 10.0
 """How long after the first worker has ended well it is said that others are waited for."""
 SETTLE_S = 3.0
-"""How long the others may take to end by themselves, where the first to end says that another is to blame, or where what
-all of them say is shown or kept."""
+"""How long the others may take to end by themselves, where the first to end says that another is to blame, or where
+what all of them say is shown or kept."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 

@@ -1,5 +1,5 @@
-"""Refuses functions of torch's that are given meshes or placements of ours, as by a script of which some imports are
-still torch's.
+"""Refuses functions of torch's that are given meshes, placements or groups of ours, as by a script of which some
+imports are still torch's.
 
 Some of these functions would fail by a bare assertion, and some would go on with half of what they need.
 """
@@ -29,6 +29,7 @@ PRIVATE_NAMES: Final = (
     *("_mesh_dim_names", "_pg_registry", "_rank_map", "_root_mesh", "_thread_id"),
 )
 """What torch's functions read of torch's meshes."""
+_LOOK_UP: Final = ("get_backend", "get_backend_config", "_resolve_group")
 _TORCHS: Final = "torch.distributed"
 _MADE_BY: Final = {
     "mesh": "torch.distributed.device_mesh.init_device_mesh",
@@ -44,23 +45,32 @@ def check_caller(what: str) -> None:
         _refuse(frame, what)
 
 
+def check_shower(what: str) -> None:
+    """Raises HalfMovedError where a group is put into the text of an error, by a function of torch's that looks groups
+    up and has not found it."""
+    frame = sys._getframe(2)
+    if frame.f_code.co_name in _LOOK_UP and frame.f_globals.get("__name__", "").startswith(_TORCHS):
+        _refuse(frame, what)
+
+
 def _refuse(frame: FrameType, what: str) -> NoReturn:
     module, name = _asked(frame)
     first = name.partition(".")[0]
     ours = next((package for package, names in OURS.items() if first in names), None)
-    raise HalfMovedError(
-        f"{module}.{name}",
-        f"it is torch's, and is given a {what} of disttrain's.",
-        f"{f'Import {first} from {ours}; or make' if ours else 'Make'} the {what} by {_MADE_BY[what]}.",
-    )
+    if what == "group":
+        remedy = f"Call disttrain's {name}, or give disttrain.to_torch(group)."
+    else:
+        remedy = f"{f'Import {first} from {ours}; or make' if ours else 'Make'} the {what} by {_MADE_BY[what]}."
+    raise HalfMovedError(f"{module}.{name}", f"it is torch's, and is given a {what} of disttrain's.", remedy)
 
 
 def _asked(frame: FrameType) -> tuple[str, str]:
     """The public module, and the name, of the function of torch's that was called first."""
     asked, caller = (_TORCHS, "DeviceMesh"), frame
     while caller.f_globals.get("__name__", "").startswith("torch."):
-        module = caller.f_globals["__name__"]
-        name = caller.f_code.co_qualname.removesuffix(".__init__")
+        decorated = caller.f_locals.get("func") if caller.f_code.co_name == "wrapper" else None
+        module = getattr(decorated, "__module__", caller.f_globals["__name__"])
+        name = getattr(decorated, "__qualname__", caller.f_code.co_qualname).removesuffix(".__init__")
         is_public = not any(part.startswith(("_", "<")) for part in name.split("."))
         if is_public and module.startswith((_TORCHS, "torch.nn.parallel")):
             asked = module.partition("._")[0], name
