@@ -15,6 +15,7 @@ from disttrain.mesh._torch import GraphConstant, hold_in_graphs
 from disttrain.mesh.groups import given_groups
 from disttrain.mesh.layout import MeshLayout
 from disttrain.process_group import ProcessGroup, World, current_world, init_process_group, is_initialized
+from disttrain.process_group.beside.torch_callers import NotForTorch, check_caller
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +24,7 @@ Override = Mapping[str | int, str | tuple[str, object]]
 """By an axis's name or index: the transports of its groups, such as "gloo", with their options or without."""
 
 
-class DeviceMesh(GraphConstant):
+class DeviceMesh(NotForTorch, GraphConstant):
     """A grid of ranks that compute on `device_type`. Made by `init_device_mesh`, or from explicit ranks.
 
     Making one costs no communication, since its groups connect when they are first used. Meshes whose axes have the
@@ -128,6 +129,7 @@ class DeviceMesh(GraphConstant):
 
     def get_coordinate(self) -> tuple[int, ...] | None:
         """The position of this process along each axis; None when it is not on the mesh."""
+        check_caller("mesh")
         return self._coordinate
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
@@ -138,6 +140,7 @@ class DeviceMesh(GraphConstant):
 
     def get_group(self, mesh_dim: int | str | None = None) -> ProcessGroup:
         """The process group along an axis, or a flattened one, through this rank; the only axis may be left out."""
+        check_caller("mesh")
         if self._is_flattened(mesh_dim):
             return self.root.group_along(self.root._flattened[str(mesh_dim)])
         axis = self._one_axis("get_group", mesh_dim)
@@ -346,18 +349,8 @@ DeviceMesh.get_group._dynamo_marked_constant = True  # type: ignore[attr-defined
 hold_in_graphs(
     DeviceMesh,
     [
-        "__eq__",
-        "__getitem__",
-        "_layout",
-        "_sym_get_coordinate",
-        "device_type",
-        "get_coordinate",
-        "get_local_rank",
-        "get_rank",
-        "mesh_dim_names",
-        "ndim",
-        "shape",
-        "size",
+        *("__eq__", "__getitem__", "_layout", "_sym_get_coordinate", "device_type", "get_coordinate"),
+        *("get_local_rank", "get_rank", "mesh_dim_names", "ndim", "shape", "size"),
     ],
 )
 

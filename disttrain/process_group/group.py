@@ -281,9 +281,9 @@ class ProcessGroup:
         """This rank is about to raise `error` before it has come to `operation`: the others must not wait for it.
 
         `begins_with` is the collective that `operation` begins with, if it is not one itself.
-        Raises: ArgumentError in place of Python's error, for an argument of the wrong kind.
+        Raises: ArgumentError in place of Python's error, for an argument of a collective that is of the wrong kind.
         """
-        answer = answer_to(operation, error, self.world.rank) or error
+        answer = (answer_to(operation, error, self.world.rank) if not begins_with else None) or error
         self.world.refusals.add(self, operation, answer, begins_with or operation, was_counted=False)
         if answer is not error:
             raise answer from error

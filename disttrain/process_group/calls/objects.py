@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from disttrain.arguments import arguments_of
+from disttrain.arguments import answer_to, arguments_of
 from disttrain.errors import ShapeError
 from disttrain.process_group.calls.checks import peer_rank, root_rank
 from disttrain.process_group.calls.collectives import all_gather_into_tensor, broadcast
@@ -209,7 +209,10 @@ def _before(group: ProcessGroup, operation: str, begins_with: str) -> Iterator[N
     try:
         yield
     except Exception as error:
-        group.refuse(operation, error, begins_with)
+        answer = answer_to(operation, error, group.world.rank) or error
+        group.refuse(operation, answer, begins_with)
+        if answer is not error:
+            raise answer from error
         raise
 
 

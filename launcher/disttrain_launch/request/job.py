@@ -77,6 +77,11 @@ class LogPlan:
         """Whether last words are held back until it is known who is to blame."""
         return not (self.is_quiet or self.is_verbose)
 
+    @property
+    def wants_all(self) -> bool:
+        """Whether what ranks say that are not to blame is shown or kept, too."""
+        return self.is_verbose or self.directory is not None
+
     def keeps(self, local_rank: int, stream: int) -> bool:
         if self.only_file.is_empty and self.file_and_screen.is_empty:
             return self.directory is not None
