@@ -39,7 +39,7 @@ class Responder:
         answer: Callable[[str], bytes],
         hear: Callable[[bytes], bool] = lambda _: True,
     ) -> None:
-        self.store = PrefixStore(name, store).clone()
+        self.store = PrefixStore(name, store).listener()
         self._rank = rank
         self._answer = answer
         self._hear = hear
