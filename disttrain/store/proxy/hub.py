@@ -33,11 +33,7 @@ class ProxyHub(Hub):
 
     def answered(self, messages: list[Message]) -> list[Action]:
         """The server has answered: what goes to clients, one action for each."""
-        frames: dict[int, list[bytes]] = {}
-        for message in messages:
-            for connection, reply in self.forwarding.answered(message):
-                frames.setdefault(connection, []).append(self._woken((connection, reply))[1])
-        return [(connection, b"".join(parts), "") for connection, parts in frames.items()]
+        return self._woken_together([reply for message in messages for reply in self.forwarding.answered(message)])
 
     def refused(self) -> list[Action]:
         """Replies to what was too large to be sent on."""

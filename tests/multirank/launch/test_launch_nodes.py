@@ -50,6 +50,35 @@ def test_two_nodes_are_one_job(launches: Launches, port: int) -> None:
     assert sorted(second.lines) == ["[rank 2] 1 2 0 4 2 2", "[rank 3] 1 3 1 4 2 2"]
 
 
+@pytest.mark.parametrize("flags", [[], ["--no-store-proxy"]], ids=["proxy", "direct"])
+def test_the_store_has_a_connection_of_a_node_and_not_of_its_ranks(
+    launches: Launches, port: int, flags: list[str]
+) -> None:
+    script = launches.script(f"""
+        import os, psutil
+        from disttrain.store import TCPStore
+        host, port = os.environ["DISTTRAIN_STORE"].rsplit(":", 1)
+        store = TCPStore(host, int(port), timeout=20)
+        listener = store.listener()
+        listener.barrier("all here", 6)
+        ends = psutil.net_connections("tcp")
+        used = sum(end.laddr.port == {port} and end.status == "ESTABLISHED" for end in ends)
+        store.barrier("counted", 6)
+        print(port == "{port}", used)
+        store.barrier("said", 6)
+        listener.close()
+        store.close()
+    """)
+    launches.run("--new-token", "token")
+    argv = ["--nproc-per-node", "3", "--token-file", "token", *flags, script]
+    nodes = [start(launches, port, rank, *argv) for rank in range(2)]
+    ended = [launches.end(node) for node in nodes]
+    assert [node.exit_code for node in ended] == [0, 0], ended[0].stderr
+    # Each launcher has one; besides it has each node's proxy, or two of each worker.
+    said = "True 14" if flags else "False 4"
+    assert [line.partition("] ")[2] for node in ended for line in node.lines] == [said] * 6
+
+
 def tls(certificates: Certificates, folder: Path, *kinds: str) -> dict[str, str]:
     """The settings that name these files, by paths that hold in `folder` only."""
     files = {"CA": certificates.ca_file, "CERT": certificates.cert_file, "KEY": certificates.key_file}
