@@ -73,6 +73,8 @@ class World:
         self.server.state = Recorded(self)
         self.direct = StoreState()
         self.proxies = [ProxyHub(None, Limits()) for _ in PROXIES]
+        for proxy in self.proxies:
+            proxy.forwarding.most_changing = 2
         self.links = [Line(self.server, numbers) for _ in PROXIES]
         self.lines = [Line(self.proxies[client // OURS], numbers) for client in CLIENTS]
         self.up: list[list[bytes]] = [[] for _ in PROXIES]
@@ -144,7 +146,7 @@ class World:
         forwarding = self.proxies[proxy].forwarding
         self.up[proxy] += forwarding.frames_again() if again else forwarding.frames()
         for number, sent in forwarding._sent.items():
-            if sent.body[0] != Op.CANCEL:
+            if sent.was_sent and sent.body[0] != Op.CANCEL:
                 requests = [(self.owners[request.request_id], request.request_id) for request in sent.requests]
                 self.of_sent.setdefault((proxy, number), requests)
 
@@ -280,6 +282,23 @@ def test_equal_waits_go_as_one_and_changes_stay_in_order(num_clients: int) -> No
     actions = proxy.answered([[message[0], 0, b"1"] for message in sent])
     assert len(actions) == num_clients
     assert len(Decoder(FRAME_BYTES).feed(actions[1][1])) == 2
+
+
+def test_no_more_is_changed_at_the_same_time_than_the_server_remembers() -> None:
+    proxy = ProxyHub(None, Limits())
+    line = Line(proxy, itertools.count(1))
+    line.connect(0.0)
+    woken = []
+    proxy.forwarding.wake = lambda: woken.append(True)
+    for number in range(100):
+        proxy.received(line.connection, encode([number, int(Op.ADD), "a", 1]), 0.0)
+    first = proxy.forwarding.frames()
+    assert len(first) == 64
+    assert len(proxy.forwarding.frames_again()) == 64
+    assert not proxy.forwarding.frames()
+    proxy.answered([[message[0], 0, 1] for message in Decoder(FRAME_BYTES).feed(b"".join(first[:10]))])
+    assert len(proxy.forwarding.frames()) == 10
+    assert len(woken) == 2
 
 
 def test_reads_with_a_change_between_them_go_on_their_own() -> None:

@@ -10,11 +10,12 @@ unless the server says that it had to wait and is forgotten.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
 from disttrain.store.protocol.limits import Limits
-from disttrain.store.protocol.sessions import Session
+from disttrain.store.protocol.sessions import MAX_REPLIES, Session
 from disttrain.store.protocol.state import Outgoing, StoreState
 from disttrain.store.protocol.wire import READING, Encoder, Message, Op, Status
 
@@ -55,6 +56,11 @@ class _Sent:
         self.cancelled = cancelled
         self.was_sent = False
 
+    @property
+    def is_change(self) -> bool:
+        """True for what changes something at once."""
+        return self.body[0] not in READING and self.body[0] not in _WAITING
+
 
 class Forwarding:
     """Requests under way; see `StoreState` for the methods that a hub calls.
@@ -66,6 +72,8 @@ class Forwarding:
         self.limits = limits
         self.frame_bytes = limits.frame_bytes
         """Of the server: a larger request would cost all clients their connection."""
+        self.most_changing = MAX_REPLIES // 2
+        """Requests without an answer that change something: the server keeps as many replies for this proxy."""
         self._session_of = session_of
         self._refusing = StoreState(limits)
         self._encode = Encoder().encode
@@ -73,7 +81,8 @@ class Forwarding:
         self._under_way: dict[int, dict[int, _Request]] = {}
         self._orphans: dict[tuple[bytes, int], _Request] = {}
         self._sent: dict[int, _Sent] = {}
-        self._unsent: list[_Sent] = []
+        self._unsent: deque[_Sent] = deque()
+        self._num_changing = 0
         self._mergeable: dict[bytes, _Sent] = {}
         self._refused: list[Outgoing] = []
         self.wake: Callable[[], object] = lambda: None
@@ -89,6 +98,11 @@ class Forwarding:
         """The server looks after deadlines."""
         return None
 
+    @property
+    def has_unsent(self) -> bool:
+        """True while something is to be sent."""
+        return bool(self._unsent)
+
     def waits(self, connection: int, request_id: object) -> bool:
         """See `StoreState.waits`."""
         waits = self._under_way.get(connection)
@@ -103,7 +117,7 @@ class Forwarding:
         is_request = len(request) >= 2 and type(request[0]) is int and type(request[1]) is int and request[0] >= 0
         if is_request and request[1] == Op.CANCEL and len(request) == 3:
             return self._cancel(connection, request)
-        if not is_request or _NUM_ARGUMENTS.get(request[1]) != len(request) - 2:  # type: ignore[call-overload]
+        if not is_request or _NUM_ARGUMENTS.get(request[1]) != len(request) - 2:
             return self._refusing.handle(connection, request, now_s)
         if self._orphans:
             orphan = self._orphans.pop((self._session_of(connection).name, request[0]), None)
@@ -137,16 +151,17 @@ class Forwarding:
 
     def frames(self) -> list[bytes]:
         """What is to be sent to the server since this was called last."""
-        unsent, self._unsent = self._unsent, []
         self._mergeable.clear()
         frames = []
-        for sent in unsent:
+        while self._unsent and self._num_changing < self.most_changing:
+            sent = self._unsent.popleft()
             frame = self._encode([sent.number, *sent.body])
             if len(frame) > self.frame_bytes:
                 text = f"the request has {len(frame)} bytes; the server takes {self.frame_bytes}."
                 self._refused += self._answer(sent, int(Status.LIMIT), text)
                 continue
             sent.was_sent = True
+            self._num_changing += sent.is_change
             frames.append(frame)
         return frames
 
@@ -156,15 +171,9 @@ class Forwarding:
         return refused
 
     def frames_again(self) -> list[bytes]:
-        """What is to be sent on a new connection: all that has no answer yet, under its old number."""
-        self._unsent.clear()
-        self._mergeable.clear()
-        frames = []
-        for sent in list(self._sent.values()):
-            op, *arguments = sent.body
-            frames.append(self._encode([sent.number, -op if sent.was_sent else op, *arguments]))
-            sent.was_sent = True
-        return frames
+        """What is to be sent on a new connection before all else: what has no answer yet, under its old number."""
+        under_way = [sent for sent in self._sent.values() if sent.was_sent]
+        return [self._encode([sent.number, -sent.body[0], *sent.body[1:]]) for sent in under_way]
 
     def answered(self, message: Message) -> list[Outgoing]:
         """The server's answer to one request: the replies to those of clients."""
@@ -225,6 +234,10 @@ class Forwarding:
 
     def _answer(self, sent: _Sent, status: int, value: Any) -> list[Outgoing]:
         del self._sent[sent.number]
+        if sent.was_sent and sent.is_change:
+            self._num_changing -= 1
+            if self._num_changing == self.most_changing - 1 and self._unsent:
+                self.wake()
         if sent.cancelled is not None and value is True:
             self._forgotten(sent.cancelled)
         replies = []

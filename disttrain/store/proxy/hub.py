@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 from disttrain.store.protocol.limits import Limits
@@ -19,8 +20,22 @@ class ProxyHub(Hub):
     def __init__(self, token: str | None, limits: Limits) -> None:
         super().__init__(token, limits)
         self.forwarding = Forwarding(limits, self._client)
+        self.send: Callable[[float], object] = lambda now_s: None
+        """Called with the time when there is something to send, and was nothing before."""
+        self._is_receiving = False
+        self.forwarding.wake = self._wake
         # It has the methods of a state that a hub calls for clients; nobody follows a proxy.
         self.state = cast(StoreState, self.forwarding)
+
+    def received(self, connection: int, data: bytes, now_s: float) -> list[Action]:
+        """See `Hub.received`; all that has come in `data` is sent on together."""
+        had_unsent = self.forwarding.has_unsent
+        self._is_receiving = True
+        actions = super().received(connection, data, now_s)
+        self._is_receiving = False
+        if self.forwarding.has_unsent and not had_unsent:
+            self.send(now_s)
+        return actions
 
     def disconnected(self, connection: int, now_s: float) -> None:
         """See `Hub.disconnected`."""
@@ -38,6 +53,10 @@ class ProxyHub(Hub):
     def refused(self) -> list[Action]:
         """Replies to what was too large to be sent on."""
         return [self._woken(outgoing) for outgoing in self.forwarding.refused()]
+
+    def _wake(self) -> None:
+        if not self._is_receiving:
+            self.send(float("-inf"))
 
     def _special(self, connection: int, session: Session, message: Message, now_s: float) -> bytes | None:
         if len(message) > 1 and message[1] in (Op.FOLLOW, Op.ACK, Op.ELECT):

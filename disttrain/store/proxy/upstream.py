@@ -21,6 +21,7 @@ from disttrain.store.proxy.hub import ProxyHub
 from disttrain.store.serving.shell import Shell
 
 _READ_BYTES: Final = 256 << 10
+_QUIET_S: Final = 0.0005
 _LEAVING: Final = 0
 """The number of a request that has no answer."""
 
@@ -36,7 +37,8 @@ class Upstream:
         self._is_writing = False
         self._link: Link | None = self._dialer.dial(address.timeout_s)
         self._is_over = False
-        hub.forwarding.wake = lambda: shell.call_soon(self._flush)
+        self._flushed_s = float("-inf")
+        hub.send = self._send
         self._begin()
 
     def close(self) -> None:
@@ -60,7 +62,15 @@ class Upstream:
         assert self._link is not None
         return cast(socket.socket, self._link.socket)  # a proxy's way goes without TLS
 
+    def _send(self, now_s: float) -> None:
+        """After a quiet time at once; else with what the loop still has to read."""
+        if now_s - self._flushed_s > _QUIET_S:
+            self._flush()
+        else:
+            self._shell.call_soon(self._flush)
+
     def _flush(self) -> None:
+        self._flushed_s = time.monotonic()
         if self._link is None or self._is_writing:
             return
         data = b"".join(self._hub.forwarding.frames())
