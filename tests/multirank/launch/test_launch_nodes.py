@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
 from disttrain.store import Certificates
@@ -268,3 +269,30 @@ def test_a_killed_launcher_of_another_node_is_missed(launches: Launches, port: i
     ended = launches.end(nodes[0], limit_s=25.0)
     assert ended.exit_code == 1
     assert "gave no sign of life for 8 s; the job was stopped." in ended.stderr
+
+
+def test_a_proxy_that_dies_fails_its_node_and_the_next_round_does_without(launches: Launches, port: int) -> None:
+    script = launches.script(f"""
+        import os
+        from disttrain.store import TCPStore
+        host, port = os.environ["DISTTRAIN_STORE"].rsplit(":", 1)
+        store = TCPStore(host, int(port), timeout=60)
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            print("waiting", flush=True)
+            store.wait(["never"])
+        store.barrier("again", 4)
+        print(port == "{port}")
+        store.close()
+    """)
+    argv = ["--nproc-per-node", "2", "--max-restarts", "1", script]
+    nodes = [start(launches, port, rank, *argv) for rank in range(2)]
+    for node in nodes:
+        launches.ready(node, 2)
+    (proxy,) = [
+        child for child in psutil.Process(nodes[1].pid).children() if "disttrain.store.server" in child.cmdline()
+    ]
+    proxy.kill()
+    ended = [launches.end(node) for node in nodes]
+    assert [node.exit_code for node in ended] == [0, 0], ended[1].stderr
+    said = [[line.partition("] ")[2] for line in node.lines if "waiting" not in line] for node in ended]
+    assert said == [["False"] * 2, ["True"] * 2]
