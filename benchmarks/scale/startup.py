@@ -1,4 +1,4 @@
-"""The start of very many ranks, and what they ask of their store when something is wrong.
+"""The start of very many ranks: what it costs the store's server.
 
     python benchmarks/scale/startup.py [--nodes 64 512 4096] [--quick] [--json FILE]
 
@@ -8,8 +8,6 @@ it. Its clients are played by this process, over real connections: "direct", two
 node, by the hub of a node's proxy, whose eight ranks speak to it in memory. torch's ranks do the same with what its
 store has, one connection each, one after the other. Where this machine has too few descriptors for a side, it has no
 figure.
-
-The other rows have no sockets: the server's hub is asked by all ranks what they ask it. `requests` are counted.
 """
 
 from __future__ import annotations
@@ -33,13 +31,10 @@ if __name__ == "__main__":
 
 from harness import OURS, TORCH, Row, command_line, finish, row, without_name_servers
 
-from disttrain.errors import RendezvousError
-from disttrain.process_group.joining.rendezvous import RendezvousInfo, join
-from disttrain.store import HashStore, Limits, spawn_server
+from disttrain.store import Limits, spawn_server
 from disttrain.store.protocol.handshake import ClientHandshake
-from disttrain.store.protocol.wire import Decoder, Message, Op, encode
+from disttrain.store.protocol.wire import Decoder, Op, encode
 from disttrain.store.proxy.hub import ProxyHub
-from disttrain.store.serving.hub import Hub
 
 HOST = "127.0.0.1"
 RANKS_PER_NODE = 8
@@ -300,91 +295,6 @@ def _used_s(pid: int) -> float:
     return sum(int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat")) / 1e9
 
 
-class Asked:
-    """The server's hub, asked without sockets by all ranks; `taken_s` is its time of the processor."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self.hub = Hub(None, Limits())
-        self.num_requests = 0
-        self.taken_s = 0.0
-        gc.collect()
-        gc.freeze()
-        for rank in range(num_ranks):
-            handshake = ClientHandshake(None, "")
-            hello = Decoder(FRAME_BYTES).feed(self.hub.connected(rank + 1, 0.0)[0][1])[0]
-            self.hub.received(rank + 1, encode(handshake.answer(hello)), 0.0)
-
-    def ask(self, rank: int, *request: Any, now_s: float = 0.0) -> list[Message]:
-        self.num_requests += 1
-        frame = encode([self.num_requests, *request])
-        began_s = time.process_time()
-        actions = self.hub.received(rank + 1, frame, now_s)
-        self.taken_s += time.process_time() - began_s
-        return [message for _, data, _ in actions for message in Decoder(1 << 30).feed(data)]
-
-    def tick(self, now_s: float) -> None:
-        began_s = time.process_time()
-        self.hub.tick(now_s)
-        self.taken_s += time.process_time() - began_s
-
-
-def one_that_never_joins(num_ranks: int) -> tuple[float, float]:
-    """The hub's seconds from the end of the wait on, and requests of a rank, when all time out at the same moment."""
-    asked = Asked(num_ranks - 1)
-    for rank in range(num_ranks - 1):
-        asked.ask(rank, Op.ADD, f"join/rank/{rank}", 1)
-        asked.ask(rank, Op.WAIT, ["join/verdict"], 300.0)
-    asked.num_requests, asked.taken_s = 2 * num_ranks, 0.0
-    asked.tick(301.0)
-    for rank in range(num_ranks - 1):
-        asked.ask(rank, Op.ADD, "join/verdict/tries/0", 1, now_s=301.0)
-        if rank:
-            asked.ask(rank, Op.WAIT, ["join/verdict"], 5.0, now_s=301.0)
-    asked.ask(0, Op.LIST_KEYS, "join/rank/")
-    asked.ask(0, Op.COMPARE_SET, "join/verdict", b"", b"ranks had not come")
-    for rank in range(num_ranks - 1):
-        asked.ask(rank, Op.GET, "join/verdict", 5.0)
-    return asked.taken_s, (asked.num_requests - 2 * num_ranks) / num_ranks
-
-
-def time_out_of_a_collective(num_ranks: int) -> tuple[float, float]:
-    """As above, for a question to all ranks, and the text that all the others read."""
-    asked = Asked(num_ranks)
-    for rank in range(num_ranks):
-        asked.ask(rank, Op.WATCH, "board", None, 3600.0)
-    asked.taken_s, begun = 0.0, asked.num_requests
-    for rank in range(num_ranks):
-        asked.ask(rank, Op.ADD, "once/tries/0", 1)
-        if rank:
-            asked.ask(rank, Op.WAIT, ["once"], 5.0)
-    asked.ask(0, Op.APPEND, "board", f"?0.1 0:{num_ranks}:1 about\n".encode())
-    for rank in range(num_ranks):
-        asked.ask(rank, Op.QUEUE_PUSH, "answers", bytes(300), 0, 5.0)
-    for _ in range(num_ranks):
-        asked.ask(0, Op.QUEUE_POP, "answers", 5.0)
-    asked.ask(0, Op.COMPARE_SET, "once", b"", bytes(400))
-    for rank in range(1, num_ranks):
-        asked.ask(rank, Op.GET, "once", 5.0)
-    return asked.taken_s, (asked.num_requests - begun) / num_ranks
-
-
-def requests_of_one_alone(num_ranks: int) -> int:
-    """What one rank asks whose peers never come."""
-
-    class Counting(HashStore):
-        num_requests = 0
-
-        def _request(self, *arguments: Any) -> Any:
-            Counting.num_requests += 1
-            return super()._request(*arguments)
-
-    try:
-        join(Counting(), RendezvousInfo(0, num_ranks), 0.01)
-    except RendezvousError:
-        return Counting.num_requests
-    raise AssertionError("nobody else was there")
-
-
 def rows(quick: bool = False, node_counts: list[int] | None = None) -> list[Row]:
     """All rows; `quick`: of small jobs."""
     without_name_servers()
@@ -408,16 +318,6 @@ def rows(quick: bool = False, node_counts: list[int] | None = None) -> list[Row]
         found.append(row(f"{case}, processor of the store's server", "ms", sides, 1e3))
         clocks = {side: [clock_s for _, clock_s in values] for side, values in taken.items() if values}
         found.append(row(f"{case}, until all are through, played on one machine", "ms", clocks, 1e3))
-    for num_ranks in (64, 256) if quick else (1024, 4096, 16_384):
-        case = f"one of {num_ranks} ranks never joins"
-        taken_s, num_requests = one_that_never_joins(num_ranks)
-        found.append(row(f"{case}, server", "ms", {OURS: [taken_s]}, 1e3))
-        found.append(row(f"{case}, requests after the time-out", "a rank", {OURS: [num_requests]}))
-        found.append(row(f"{case}: requests of a rank alone", "count", {OURS: [requests_of_one_alone(num_ranks)]}))
-        case = f"a collective of {num_ranks} ranks times out"
-        taken_s, num_requests = time_out_of_a_collective(num_ranks)
-        found.append(row(f"{case}, server", "ms", {OURS: [taken_s]}, 1e3))
-        found.append(row(f"{case}, requests", "a rank", {OURS: [num_requests]}))
     return found
 
 

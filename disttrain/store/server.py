@@ -210,9 +210,8 @@ def make_upstream(config: ServerConfig, hub: AnyHub, shell: Shell) -> Upstream |
     """A proxy's link to the server; None for what is no proxy. Raises StoreError where there is no server."""
     if config.upstream is None:
         return None
-    # As above.
-    from disttrain.store.proxy.hub import ProxyHub
-    from disttrain.store.proxy.upstream import Upstream
+    from disttrain.store.proxy.hub import ProxyHub  # as above
+    from disttrain.store.proxy.upstream import Upstream  # as above
 
     assert isinstance(hub, ProxyHub)
     return Upstream(config.upstream, config.token, hub, shell)
