@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import Counter
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, Self
 
 import pytest
 
 from disttrain.errors import RendezvousError
 from disttrain.process_group.joining.rendezvous import RendezvousInfo, join
+from disttrain.process_group.watching.roll_call import absent_text
 from disttrain.store import HashStore
 from disttrain.store.attendance import once
 from disttrain.store.protocol.wire import Answer, Op
@@ -107,6 +111,37 @@ def test_only_those_that_are_asked_answer(num_members: int) -> None:
     assert store.list_keys("health/answers") == []
     for member in members:
         member.close()
+
+
+@pytest.mark.parametrize("num_ranks", [4, 16])
+def test_one_rank_asks_for_all_where_the_absent_are(num_ranks: int) -> None:
+    store, texts = CountingStore(), []
+    absent_rank = num_ranks - 1
+
+    def answer(rank: int, about: str) -> bytes:
+        come_to = [0, ""] if rank == absent_rank else [7, "barrier"]
+        return json.dumps({"come_to": come_to, "call": None, "place": f"line {about}"}).encode()
+
+    witnesses = [Responder(store, "witness", rank, partial(answer, rank)) for rank in range(num_ranks)]
+
+    def body(rank: int) -> None:
+        world = SimpleNamespace(rank=rank, store=store, witness=witnesses[rank])
+        group: Any = SimpleNamespace(world=world, group_name="world", ranks=tuple(range(num_ranks)))
+        texts.append(absent_text(group, 7, None))
+
+    in_threads(num_ranks - 1, body)
+    told = f': rank {absent_rank} is at no collective of the group yet and now at line ["world", 7]'
+    assert texts == [told] * (num_ranks - 1)
+    assert store.asked["APPEND"] == 1
+    assert store.asked["QUEUE_PUSH"] == num_ranks
+    assert store.asked["QUEUE_POP"] == num_ranks
+    # Who comes later is not among those that came then, and asks anew.
+    late = SimpleNamespace(rank=absent_rank, store=store, witness=witnesses[absent_rank])
+    group: Any = SimpleNamespace(world=late, group_name="world", ranks=tuple(range(num_ranks)))
+    assert absent_text(group, 7, None) == ": all ranks came, but not all in time"
+    assert store.asked["APPEND"] == 2
+    for witness in witnesses:
+        witness.close()
 
 
 def test_runs_say_what_the_ranks_were() -> None:
