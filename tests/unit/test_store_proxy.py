@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from disttrain.store.protocol.handshake import ClientHandshake
@@ -173,9 +173,15 @@ class World:
         self.hear_direct(self.direct.expire(self.now_s))
 
     def cut(self, client: int) -> None:
-        """The client loses its connection, and comes back."""
+        """The client loses its connection, and comes back with its next step."""
         line = self.lines[client]
         line.hub.disconnected(line.connection, self.now_s)
+        line.connection = 0
+
+    def come_back(self, client: int) -> None:
+        line = self.lines[client]
+        if line.connection:
+            return
         line.connect(self.now_s)
         for request_id, (op, *arguments) in list(self.asked[client].items()):
             self.tell(client, [request_id, -int(op), *arguments])
@@ -204,6 +210,8 @@ class World:
         self.flush(proxy, again=True)
 
     def settle(self) -> None:
+        for client in CLIENTS:
+            self.come_back(client)
         for _ in range(50):
             for proxy in PROXIES:
                 self.flush(proxy)
@@ -247,9 +255,14 @@ STEPS = st.lists(
 
 @settings(max_examples=300, deadline=None)
 @given(STEPS)
+@example([("ask", 0, (Op.ADD, "a", 1)), ("flush", 0), ("serve", 0), ("lose", 0)])
+@example([("ask", 0, (Op.ADD, "a", 1)), ("flush", 0), ("serve", 0), ("cut", 0), ("deliver", 0)])
+@example([("ask", 0, (Op.QUEUE_POP, "a", 5.0)), ("flush", 0), ("serve", 0), ("cut", 0), ("flush", 0), ("serve", 0)])
 def test_clients_of_proxies_are_told_what_the_server_would_have_told_them(steps: list[Any]) -> None:
     world = World()
     for step, who, *rest in steps:
+        if step in ("ask", "cut", "give_up", "die"):
+            world.come_back(who)
         if step == "ask":
             world.ask(who, *rest[0])
         else:
