@@ -133,6 +133,8 @@ class JobSpec:
     """A node that is silent for so many beats is lost."""
     has_standby: bool = True
     """Whether the store of an elastic job has a standby on another node."""
+    has_store_proxy: bool = True
+    """Whether several workers of a node use the store of several nodes over one connection."""
     max_restarts: int = 0
     max_quick_failures: int = 3
     """See `Terms`."""
