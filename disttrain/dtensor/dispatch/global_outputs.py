@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from disttrain.dtensor._torch import OpFacts, OpOverload
+from disttrain.dtensor.dispatch._torch import call_without_dynamo
 
 _MAX_CACHED = 4096
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
@@ -76,6 +77,7 @@ def _cached_outputs(call: _MetaCall) -> Outputs:
 
 
 def _outputs(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outputs:
+    call_without_dynamo()
     try:
         # Only the part can say whether its memory allows such a view; otherwise it is copied.
         results = args[0].reshape(args[1]) if op is _UNSAFE_VIEW else op(*args, **kwargs)

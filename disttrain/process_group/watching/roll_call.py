@@ -28,7 +28,7 @@ def absent_text(group: GroupLike, sequence: int, peer_rank: int | None) -> str:
         return ""
     gone = _left(group)
     answers = ask_members(group, sequence)
-    awaited = group.ranks if peer_rank is None or sequence else (group.ranks[peer_rank],)
+    awaited = group.ranks if peer_rank is None or sequence else (group.members[peer_rank],)
     absent = [
         left_text({rank: gone[rank]}) if rank in gone else f"rank {rank} {_state(answers.get(rank), sequence)}"
         for rank in awaited
