@@ -291,5 +291,7 @@ def _expanded(first: int, loops: Sequence[Loop]) -> Iterable[int]:
     if any(size == 0 for size, _ in loops):
         return ()
     *outer, (size, stride) = loops
-    inner = [range(start, start + size * stride, stride) if stride else [start] * size for start in _expanded(first, outer)]
+    inner = [
+        range(start, start + size * stride, stride) if stride else [start] * size for start in _expanded(first, outer)
+    ]
     return inner[0] if len(inner) == 1 else itertools.chain.from_iterable(inner)

@@ -18,9 +18,7 @@ class MeshLayout:
     `members` are the ranks by their rule, which all here goes by; `ranks` lists them, once it is asked for.
     """
 
-    def __init__(
-        self, ranks: Iterable[int], shape: tuple[int, ...], axis_names: tuple[str, ...] | None = None
-    ) -> None:
+    def __init__(self, ranks: Iterable[int], shape: tuple[int, ...], axis_names: tuple[str, ...] | None = None) -> None:
         self.members = Ranks.of(ranks)
         self.shape = shape
         self.axis_names = axis_names

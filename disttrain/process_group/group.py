@@ -20,10 +20,10 @@ from disttrain.process_group.beside.torch_methods import add_torch_methods
 from disttrain.process_group.home import HomeWorld
 from disttrain.process_group.joining.asking import ask_to_connect
 from disttrain.process_group.joining.hosts import leaves_host
-from disttrain.ranks import Ranks
 from disttrain.process_group.watching.comparing import look_for_gone
 from disttrain.process_group.watching.observer import Call
 from disttrain.process_group.work import Work
+from disttrain.ranks import Ranks
 from disttrain.store import PrefixStore
 
 DROPPED_S: Final = 5.0

@@ -17,12 +17,12 @@ from disttrain.errors import GroupError
 from disttrain.process_group._c10d import forget_ranks
 from disttrain.process_group.group import DROPPED_S, ProcessGroup
 from disttrain.process_group.joining.connecting import Connecting
-from disttrain.ranks import Ranks
 from disttrain.process_group.watching.comparing import Comparing
 from disttrain.process_group.watching.observer import Observer, Recorder
 from disttrain.process_group.watching.refusals import Refusals
 from disttrain.process_group.watching.stopping import Stopping
 from disttrain.process_group.work import Work
+from disttrain.ranks import Ranks
 from disttrain.settings import DEBUG, LOCAL_RANK
 from disttrain.store import Store
 from disttrain.store.responder import Responder

@@ -11,8 +11,8 @@ import torch
 
 from disttrain.errors import BackendError, SettingError
 from disttrain.process_group._c10d import Reduction
-from disttrain.ranks import Ranks
 from disttrain.process_group.work import JoinedWork, TransportWork
+from disttrain.ranks import Ranks
 from disttrain.store import Store
 
 
