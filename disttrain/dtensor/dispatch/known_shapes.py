@@ -172,7 +172,7 @@ def _view(operand: torch.Tensor, size: Sequence[int]) -> Shapes:
 
 
 _ATEN: Final = torch.ops.aten
-_UNARY: Final = "abs cos erf exp log neg reciprocal relu rsqrt sigmoid silu sin sqrt tanh".split()
+_UNARY: Final = ("abs", "cos", "exp", "log", "neg", "relu", "rsqrt", "sigmoid", "silu", "sin", "sqrt", "tanh")
 _AS_IF_LEFT_OUT: Final = frozenset({None, False, torch.preserve_format})
 """Values of keywords that change nothing."""
 _PRODUCTS: Final = frozenset({_ATEN.addmm.default, _ATEN.bmm.default, _ATEN.mm.default})
