@@ -235,13 +235,14 @@ def cut_loops(loops: Sequence[Loop], shape: Sequence[int]) -> list[list[Loop]] |
     inner = [*loops]
     for axis_size in reversed(shape):
         axis: list[Loop] = []
-        while axis_size > 1:
+        missing = axis_size
+        while missing > 1:
             size, stride = inner.pop()
-            taken = math.gcd(size, axis_size)
-            if taken not in (size, axis_size):
+            taken = math.gcd(size, missing)
+            if taken not in (size, missing):
                 return None
             axis.insert(0, (taken, stride))
-            axis_size //= taken
+            missing //= taken
             if taken < size:
                 inner.append((size // taken, stride * taken))
         axes.insert(0, axis)

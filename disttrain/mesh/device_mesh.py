@@ -70,7 +70,7 @@ class DeviceMesh(GraphConstant):
         if not is_here or rows != [layout.along(world.rank, [axis]).members for axis in range(len(layout.shape))]:
             raise MeshError(
                 "DeviceMesh.from_group",
-                f"mesh {torch.tensor(layout.ranks).view(layout.shape).tolist()} has other rows than the groups' {[*map(list, rows)]}.",
+                f"mesh {_nested(layout)} has other rows than the groups' {[*map(list, rows)]}.",
                 "Give a mesh whose axes, through this rank, have the groups' ranks.",
                 rank=world.rank,
             )
@@ -402,6 +402,10 @@ def _layout_of(mesh: Tensor | Sequence[object], mesh_dim_names: Sequence[str] | 
         return MeshLayout(mesh, (len(mesh),), names)
     grid = torch.as_tensor(mesh, dtype=torch.int64, device="cpu")
     return MeshLayout(grid.flatten().tolist(), tuple(grid.shape), names)
+
+
+def _nested(layout: MeshLayout) -> object:
+    return torch.tensor(layout.ranks).view(layout.shape).tolist()
 
 
 def _world() -> World:
