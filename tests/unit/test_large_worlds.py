@@ -14,7 +14,7 @@ from disttrain.mesh import DeviceMesh
 from disttrain.process_group import current_world
 from disttrain.ranks import Ranks
 
-SIZES = (1 << 10, 1 << 16)
+SIZES = (1 << 10, 1 << 14)
 MOST_BYTES = 48 << 10
 """At any moment, beside what was there before. A list of the larger world's ranks has ten times as many."""
 

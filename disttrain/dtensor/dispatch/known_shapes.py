@@ -27,7 +27,7 @@ _WIDE: Final = (torch.float32, torch.float64)
 
 def known_outputs(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, ...] | None:
     """The results for tensors on the meta device, which are shown only; None where torch is to be asked."""
-    formula = _FORMULAS.get(op)
+    formula = FORMULAS.get(op)
     if formula is None or not _AS_IF_LEFT_OUT.issuperset(kwargs.values()):
         return None
     dtype = None
@@ -177,7 +177,7 @@ _AS_IF_LEFT_OUT: Final = frozenset({None, False, torch.preserve_format})
 """Values of keywords that change nothing."""
 _PRODUCTS: Final = frozenset({_ATEN.addmm.default, _ATEN.bmm.default, _ATEN.mm.default})
 """Operators whose result is contiguous, whatever the strides of its factors."""
-_FORMULAS: Final[dict[OpOverload, Callable[..., Shapes]]] = {
+FORMULAS: Final[dict[OpOverload, Callable[..., Shapes]]] = {
     **{getattr(_ATEN, name).default: _same for name in _UNARY},
     **{getattr(_ATEN, name).default: _same for name in ("maximum", "minimum")},
     **{getattr(_ATEN, f"{name}_backward").default: _same for name in ("sigmoid", "silu", "tanh", "threshold", "gelu")},
