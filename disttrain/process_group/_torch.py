@@ -54,8 +54,8 @@ _DISPATCHES: Final[dict[type, Callable[..., Any]]] = {}
 _find_rule: Final = simple_registry.find_torch_dispatch_rule
 
 
-def _find_rule_or_dispatch(op: Any, cls: type) -> Callable[..., Any] | None:
-    return _find_rule(op, cls) or _DISPATCHES.get(cls)
+def _find_rule_or_dispatch(op: Any, torch_dispatch_class: type) -> Callable[..., Any] | None:
+    return _find_rule(op, torch_dispatch_class) or _DISPATCHES.get(torch_dispatch_class)
 
 
 keep_dynamo_out(_find_rule_or_dispatch)

@@ -85,8 +85,9 @@ def any_size_plan(call: OpCall, rule: Rule, propagation: Propagation) -> AnySize
         return None
     if not moves_operands(call, propagation):
         return sized_view(call, rule, propagation) or _without_sizes(call, rule, propagation)
-    goes_by_form = rule.localize is rule.joint is rule.fetch is None and rule.shards_unevenly and not call.facts.is_view
-    return Choice(rule, propagation) if goes_by_form and are_equal(call.operands) else None
+    is_plain = rule.localize is None and rule.joint is None and rule.fetch is None and not call.facts.is_view
+    may_choose = is_plain and rule.shards_unevenly and are_equal(call.operands)
+    return Choice(rule, propagation) if may_choose else None
 
 
 def _without_sizes(call: OpCall, rule: Rule, propagation: Propagation) -> AnySizePlan | None:

@@ -123,7 +123,7 @@ def _run_for_new(
         run = any_size.bound(wrap, leader, args)
         _keep(leader.plans, key, run)
         return run
-    plan = None if any_size is None else _plan_as_chosen(wrap, op, args, kwargs, any_size)
+    plan = None if type(any_size) is not Choice else _plan_as_chosen(wrap, op, args, kwargs, any_size)
     if plan is None:
         plan = _plan(wrap, op, args, kwargs)
     if plan.is_lasting:
