@@ -8,14 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 from weakref import WeakValueDictionary
 
-import torch
-
 from disttrain.errors import MeshError
 from disttrain.mesh._torch import GraphConstant, hold_in_graphs
+from disttrain.mesh.given import grid_of, layout_of
 from disttrain.mesh.groups import given_groups
 from disttrain.mesh.layout import MeshLayout
 from disttrain.process_group import ProcessGroup, World, current_world, init_process_group, is_initialized
-from disttrain.ranks import Ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +41,7 @@ class DeviceMesh(GraphConstant):
         *,
         mesh_dim_names: Sequence[str] | None = None,
     ) -> None:
-        self._set(_world(), device_type, _layout_of(mesh, mesh_dim_names), None)
+        self._set(_world(), device_type, layout_of(mesh, mesh_dim_names), None)
 
     @classmethod
     def from_group(
@@ -64,13 +62,13 @@ class DeviceMesh(GraphConstant):
         if len(groups) > 1 and (mesh is None or mesh_dim_names is None):
             problem, rank = f"of {len(groups)} groups it is not said how they lie.", world.rank
             raise MeshError("DeviceMesh.from_group", problem, "Give mesh and mesh_dim_names.", rank=rank)
-        layout = _layout_of(groups[0].members if mesh is None else mesh, mesh_dim_names)
+        layout = layout_of(groups[0].members if mesh is None else mesh, mesh_dim_names)
         rows = [axis_group.members for axis_group in groups]
         is_here = world.rank in layout.members
         if not is_here or rows != [layout.along(world.rank, [axis]).members for axis in range(len(layout.shape))]:
             raise MeshError(
                 "DeviceMesh.from_group",
-                f"mesh {_nested(layout)} has other rows than the groups' {[*map(list, rows)]}.",
+                f"mesh {grid_of(layout).tolist()} has other rows than the groups' {[*map(list, rows)]}.",
                 "Give a mesh whose axes, through this rank, have the groups' ranks.",
                 rank=world.rank,
             )
@@ -116,7 +114,7 @@ class DeviceMesh(GraphConstant):
     @property
     def mesh(self) -> Tensor:
         """The ranks as an int64 tensor of the mesh's shape."""
-        return torch.tensor(self.layout.ranks, dtype=torch.int64).view(self.layout.shape)
+        return grid_of(self.layout)
 
     def size(self, mesh_dim: int | None = None) -> int:
         """Number of ranks on the mesh, or along one axis."""
@@ -394,18 +392,6 @@ def init_device_mesh(
         )
     layout = MeshLayout(range(world.world_size), shape, names)
     return DeviceMesh._of(world, device_type, layout, None)._with_backends(backend_override)
-
-
-def _layout_of(mesh: Tensor | Sequence[object], mesh_dim_names: Sequence[str] | None) -> MeshLayout:
-    names = None if mesh_dim_names is None else tuple(mesh_dim_names)
-    if isinstance(mesh, Ranks):
-        return MeshLayout(mesh, (len(mesh),), names)
-    grid = torch.as_tensor(mesh, dtype=torch.int64, device="cpu")
-    return MeshLayout(grid.flatten().tolist(), tuple(grid.shape), names)
-
-
-def _nested(layout: MeshLayout) -> object:
-    return torch.tensor(layout.ranks).view(layout.shape).tolist()
 
 
 def _world() -> World:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 
@@ -33,14 +33,13 @@ DROPPED_S: Final = 5.0
 class ProcessGroup:
     """Ranks that call collectives together.
 
-    Attributes: `world`; `members`, the global ranks in group order, by their rule, and `ranks`, a list of them made
-    when it is asked for; `group_rank` and `group_size`; `group_name`, alike on
-    all members and derived from the ranks alone; `timeout_s`; `sequence`, the number of collectives issued so far, and
-    `last_operation`, the last one's name; `num_refused`, by sequence number, how often this rank has raised in place of
-    that collective; `waiting_in`, the collective that the host waits for, or has waited for last; `coalesced`, what was
-    called within `coalescing_manager`, None outside; `axis_name`, of the first mesh axis that it was made for, if any;
-    `spans_hosts`, once `leaves_host` has found it out;
-    `barrier_device`, where barriers run: on this rank's GPU with NCCL, so that they also wait for queued kernels.
+    Attributes: `world`; `members`, the global ranks in group order, which `ranks` lists; `group_rank` and `group_size`;
+    `group_name`, alike on all members and derived from the ranks alone; `timeout_s`; `sequence`, the number of
+    collectives issued so far, and `last_operation`, the last one's name; `num_refused`, by sequence number, how often
+    this rank has raised in place of that collective; `waiting_in`, the collective that the host waits for, or has
+    waited for last; `coalesced`, what was called within `coalescing_manager`, None outside; `axis_name`, of the first
+    mesh axis that it was made for, if any; `spans_hosts`, once `leaves_host` has found it out; `barrier_device`, where
+    barriers run: on this rank's GPU with NCCL, so that they also wait for queued kernels.
     Transports are made by the first collective on a device type, which connects the members and nobody else; those that
     have not come to it connect beside what they do (`joining/connecting.py`).
     """
@@ -57,9 +56,7 @@ class ProcessGroup:
         self.world = world
         self.group_name = group_name
         self.members = ranks
-        group_rank = ranks.position(world.rank)
-        assert group_rank is not None  # only members have a group
-        self.group_rank = group_rank
+        self.group_rank = cast(int, ranks.position(world.rank))
         self.group_size = len(ranks)
         self.timeout_s = timeout_s
         self.sequence = 0
@@ -96,7 +93,7 @@ class ProcessGroup:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The global ranks, in group order: one by one, so ask `members` where one of them is enough."""
+        """The global ranks, in group order, listed anew each time; `members` has them by their rule."""
         return self.members.listed
 
     def rank(self) -> int:
