@@ -32,6 +32,7 @@ from disttrain.flight_recorder.record.record import (
     State,
     ThreadStack,
 )
+from disttrain.ranks import Ranks
 
 _WRONG: Final = (ValueError, TypeError, LookupError, OverflowError, struct.error, msgpack.exceptions.StackError)
 _MAX_STACKS_BYTES: Final = 1 << 20
@@ -185,7 +186,7 @@ class _Entries:
             case ["label", int(number), str(action), str(module)]:
                 self.labels[number] = (action, module)
             case ["group", str(name), [*ranks], str(axis_name), int(word)]:
-                self.groups[name] = GroupProgress(name, as_ints(ranks), 0, axis_name), word
+                self.groups[name] = GroupProgress(name, Ranks.from_plain(ranks).listed, 0, axis_name), word
             case ["channel", str(name), str(operation), int(peer_rank), int(word)]:
                 self.channels.append((ChannelProgress(name, operation, peer_rank, 0), word))
             case ["error", int(number), str(text)]:

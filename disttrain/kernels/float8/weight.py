@@ -14,6 +14,7 @@ import torch
 from disttrain.errors import LayoutError
 from disttrain.kernels._torch import make_wrapper, map_tensors, without_torch_function
 from disttrain.kernels.float8.operator import cast
+from disttrain.process_group._torch import dispatches
 
 WEIGHT_DTYPE: Final = torch.float8_e4m3fn
 
@@ -21,6 +22,7 @@ _SAME: Final = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, tor
 """Operators that return the weight itself; a view where it has the same shape."""
 
 
+@dispatches
 class Float8Weight(torch.Tensor):
     """`codes` (N, K) in float8 with `scales`, each for `rows_per_scale` rows; to others a matrix of `dtype`.
 

@@ -37,7 +37,7 @@ class Mail:
         self._device = device
         self.ways: list[ProcessGroup] = []
         for _ in ("toward higher ranks", "toward lower ranks"):
-            way = world.new_group(group.ranks, timeout_s=group.timeout_s)
+            way = world.new_group(group.members, timeout_s=group.timeout_s)
             assert isinstance(way, ProcessGroup)
             way.axis_name = group.axis_name
             way.backend("pipelining.step", device.type)

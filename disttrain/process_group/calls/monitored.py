@@ -63,7 +63,7 @@ def _sign_and_wait(group: ProcessGroup, timeout_s: float, names_all: bool) -> Co
 
 def _in_torchs_words(group: ProcessGroup, absent: list[int], timeout_s: float) -> str:
     """The problem in the words of torch's errors, where the first rank waits for all, and the others for its answer."""
-    rank, first = group.world.rank, group.ranks[0]
+    rank, first = group.world.rank, group.members[0]
     if rank != first:
         return (
             f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv from "

@@ -254,7 +254,7 @@ def _raise_own(operation: str, group: ProcessGroup, packed: bytes) -> None:
 def _check_packed(operation: str, group: ProcessGroup, sender: int, data: bytes) -> None:
     if data[:1] == _REASON:
         reason, remedy = unpack(data[1:])
-        problem = f"rank {group.ranks[sender]} has no value that can travel: {reason}"
+        problem = f"rank {group.members[sender]} has no value that can travel: {reason}"
         raise ShapeError(operation, problem, remedy, rank=group.world.rank)
 
 

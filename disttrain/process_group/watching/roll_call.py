@@ -33,7 +33,7 @@ def absent_text(group: GroupLike, sequence: int, peer_rank: int | None) -> str:
         return ""
     if not sequence:
         assert peer_rank is not None
-        return _found(group, 0, (group.ranks[peer_rank],))[1]
+        return _found(group, 0, (group.members[peer_rank],))[1]
     rank = group.world.rank
     with suppress(StoreError):
         for attempt in itertools.count():
