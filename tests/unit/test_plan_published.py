@@ -112,7 +112,8 @@ def test_planning_for_many_gpus_simulates_no_more(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(times, "simulate", lambda *given, calls=calls: calls.append(1) or simulate(*given))
         times._even_rhythm.cache_clear()
         times._played.cache_clear()
-        find_plans(Job(PRESETS["405b"], num_gpus, HARDWARE["h200"], num_sequences=num_gpus // 8))
+        job = Job(PRESETS["405b"], num_gpus, HARDWARE["h200"], num_sequences=num_gpus // 8)
+        find_plans(job, num_plans=2, schedules=("1F1B", "Interleaved1F1B"))
         counts.append(len(calls))
     assert counts[1] <= 2 * counts[0]
     assert max(counts) < 120
