@@ -107,11 +107,15 @@ class Calls:
             failure=Failure("ValueError", self.failure, (frame,)) if self.failure else None,
             groups=tuple(
                 GroupProgress(
-                    name, ranks, last.get((name, "", None), 0), "", self.connecting if name not in last else ""
+                    name,
+                    ranks,
+                    last.get((name, "", None), 0),
+                    "",
+                    self.connecting if (name, "", None) not in last else "",
                 )
                 for name, ranks in groups.items()
             ),
-            channels=tuple(ChannelProgress(*key, number) for key, number in last.items() if key[1]),
+            channels=tuple(ChannelProgress(*key[:2], key[2] or 0, number) for key, number in last.items() if key[1]),
             threads=(ThreadStack("MainThread", True, (INSIDE, frame) if is_inside else (frame,)),),
             records=tuple(records),
         )

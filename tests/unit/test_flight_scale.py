@@ -200,12 +200,16 @@ def test_numbers_of_all_sizes_and_fields_of_all_kinds_are_read_in_runs() -> None
     records = []
     for block, sequence in enumerate((1, 127, 128, 255, 256, 65535, 65536, 2**32 - 60, 2**32, 2**40)):
         for number, record in enumerate(dump.records):
-            device = (None, DeviceTimes(1.5, None, 2.5), DeviceTimes())[block % 3]
-            ended_s = None if block % 4 == 1 else record.completed_s
-            more = {"device": device, "waits_s": 3.5 if block % 2 else None, "completed_s": ended_s}
-            label = {"action": f"step {number % 3 if block == 4 else block}"}
-            error = "lost" if block == 5 and number == 7 else None
-            records.append(record._replace(sequence=sequence + number, error=error, **more, **label))
+            records.append(
+                record._replace(
+                    sequence=sequence + number,
+                    error="lost" if block == 5 and number == 7 else None,
+                    completed_s=None if block % 4 == 1 else record.completed_s,
+                    device=(None, DeviceTimes(1.5, None, 2.5), DeviceTimes())[block % 3],
+                    waits_s=3.5 if block % 2 else None,
+                    action=f"step {number % 3 if block == 4 else block}",
+                )
+            )
     changed = replace(dump, records=tuple(records))
     assert tuple(decode(encode(changed)).records) == tuple(records)
     assert decode(encode(changed)).problems == ()

@@ -62,7 +62,9 @@ class _Devices:
         self._matched = matched
         self._busy = {rank for rank, dump in dumps.items() if dump.device_is_busy}
         self._lost = {rank for rank in missing.gone if rank in dumps and dumps[rank].reason == RING}
-        self._all_busy = ByIdentity(lambda ranks: (dumps.keys() & set(ranks)) <= self._busy)
+        self._all_busy: ByIdentity[tuple[int, ...], bool] = ByIdentity(
+            lambda ranks: (dumps.keys() & set(ranks)) <= self._busy
+        )
         without_dump = set(matched.without_dump)
         self._has_none_with_dump = ByIdentity(without_dump.issuperset)
         self._more: dict[tuple[int, int], tuple[tuple[int, ...], tuple[int, ...]]] = {}

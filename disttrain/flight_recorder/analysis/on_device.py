@@ -38,7 +38,7 @@ def find_device_waits(matched: Match) -> list[DeviceWait]:
         return []
     play = _Play(matched)
     waits: list[DeviceWait] = []
-    has_ended = ByIdentity(lambda ranks: not ended.isdisjoint(ranks))
+    has_ended: ByIdentity[tuple[int, ...], bool] = ByIdentity(lambda ranks: not ended.isdisjoint(ranks))
     for rank in play.queues:
         if (front := play.front(rank)) is not None:
             others = play.missing(front)
@@ -46,7 +46,7 @@ def find_device_waits(matched: Match) -> list[DeviceWait]:
                 waits.append((rank, _held(front), others))
     if waits:
         return waits  # Other busy ranks have other work on their devices.
-    are_busy = ByIdentity(lambda ranks: (matched.dumps.keys() & set(ranks)) <= busy)
+    are_busy: ByIdentity[tuple[int, ...], bool] = ByIdentity(lambda ranks: (matched.dumps.keys() & set(ranks)) <= busy)
     return [
         (rank, _held(last), ())
         for rank, last in play.last_queued()

@@ -70,8 +70,8 @@ def arrival_lines(dumps: Mapping[int, Dump], records: Mapping[int, Record]) -> l
     # First by what texts are made of, since each takes longer than all else, then by the texts.
     same: dict[tuple[Hashable, ...], list[int]] = {}
     for rank, record in sorted(records.items()):
-        dump, call = dumps[rank], (id(record.site), record.sequence, record.action, record.module)
-        key = (*call, dump.package, dump.libraries, record.state, record.is_queued)
+        dump, called = dumps[rank], (id(record.site), record.sequence, record.action, record.module)
+        key = (*called, dump.package, dump.libraries, record.state, record.is_queued)
         same.setdefault(key, []).append(rank)
     alike: dict[tuple[str, str, State, bool], list[int]] = {}
     for ranks in same.values():
