@@ -98,7 +98,7 @@ def test_a_sharded_model_learns_as_in_bf16(recipe: str, is_compiled: bool) -> No
     plain = Llama(PRESETS["tiny"]).cuda()
     plain.init()
     model = copy.deepcopy(plain)
-    assert use_float8(model, recipe, report=lambda _: None)
+    assert use_float8(model, recipe, num_tokens=None, report=lambda _: None)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     curves = []
     for one in (model, plain):

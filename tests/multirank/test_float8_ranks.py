@@ -20,7 +20,8 @@ from disttrain.fsdp2.params.param_group import ParamGroup
 from disttrain.fsdp2.state import state_of
 from disttrain.kernels import Float8Weight, use_float8
 from disttrain.kernels.float8 import reference as float8_reference
-from disttrain.kernels.float8 import shards_reference
+from disttrain.kernels.float8 import shards_reference, use
+from disttrain.kernels.float8.gain import Gain
 from disttrain.kernels.float8.weight import Float8Gather
 from disttrain.process_group import Call
 from disttrain.testing.pytest_plugin import on_ranks
@@ -179,6 +180,23 @@ def test_weights_travel_in_half_the_bytes() -> None:
     assert gathered.num_bytes[torch.uint8] == 3 * (3 * DIM * WIDTH // 2 + 16)
 
 
+@on_ranks(2)
+def test_ranks_agree_which_layers_are_faster() -> None:
+    """Though each has measured something else."""
+    sign = 1 if disttrain.get_rank() else -1
+
+    def measured(rows: int, columns: int, has_bias: bool, num_tokens: int, *rest: object) -> Gain:
+        return Gain(rows, columns, num_tokens, 2.0, 2.0 + sign * (0.5 if rows == DIM else -0.5), 0.0)
+
+    model = Model()
+    with patch.object(use, "measured", measured), patch.object(use, "_device", lambda _: torch.device("cuda", 0)):
+        names = [one.name for one in use_float8(model, report=lambda _: None)]
+    assert len(names) in (2, 4)
+    choices = [None] * 2
+    disttrain.all_gather_object(choices, names)
+    assert choices[0] == choices[1]
+
+
 @on_ranks(2, 3)
 @RECIPES
 def test_weights_are_cast_once_a_step(recipe: str) -> None:
@@ -206,12 +224,17 @@ def test_weights_are_cast_once_a_step(recipe: str) -> None:
     assert casts_of_step() == (2, 0)
     assert casts_of_step() == (2, 0)
     # What torch counts for the parameter itself, fully_shard refuses.
-    assert casts_of_step(lambda: weight.detach().to_local().mul_(0.5)) == (2, 1)
+    assert casts_of_step(lambda: halve(weight)) == (2, 1)
     with patch.object(shards_reference, "cast_shards", wraps=shards_reference.cast_shards) as casts, torch.no_grad():
         model(x)
         model(x)
     assert casts.call_count == 4
     assert all(group._sent is None for block in model.blocks for group in state_of(block).groups if has_codes(group))
+
+
+@torch.no_grad()
+def halve(weight: DTensor) -> None:
+    weight.to_local().mul_(0.5)
 
 
 def has_codes(group: ParamGroup) -> bool:
