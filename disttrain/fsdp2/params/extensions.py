@@ -161,8 +161,8 @@ class ExtensionGroup(ParamGroup):
         hooks = [_hooks_of_module(param.owners) for param in self.params]
         if not hasattr(hooks[0], "fsdp_pre_all_gather_together") or len({type(each) for each in hooks}) > 1:
             pairs = [self._give(param, self._brought(local)) for param, local in zip(self.params, locals_, strict=True)]
-            given = [pair[0] for pair in pairs]
-            return given, packed([*chain.from_iterable(pair[1] for pair in pairs)], packing_of(_kinds(given)))
+            each = [pair[0] for pair in pairs]
+            return each, packed([*chain.from_iterable(pair[1] for pair in pairs)], packing_of(_kinds(each)))
         # Only for a backward: nobody counts what a kernel, a collective or a graph that is replayed writes.
         is_within_backward = backward_is_running()
         values = *versions_of([param.sharded for param in self.params]), *values_of(locals_)

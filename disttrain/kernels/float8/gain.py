@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -75,7 +75,7 @@ def measured(
             leaves += [drawn(out_features)] * has_bias
             leaves = [leaf.requires_grad_() for leaf in leaves]
             grad = drawn(num_tokens, out_features)
-            ways: list[Callable[..., Any]] = [F.linear, lambda *given: float8_linear(*given, recipe=recipe)]
+            ways: list[Callable[..., Any]] = [F.linear, partial(float8_linear, recipe=recipe)]
             rounds = [[_seconds(way, leaves, grad) for way in ways] for _ in range(_NUM_WARMUPS + _NUM_ROUNDS)]
             (bf16_s, _), (float8_s, host_s) = (
                 (statistics.median(gpu for gpu, _ in times), statistics.median(host for _, host in times))

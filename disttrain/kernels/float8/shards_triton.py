@@ -38,10 +38,12 @@ def _amaxes(table, largest, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr, BLOCK
         size = tl.multiple_of(size, 16)
     x = at(entry, DTYPE, IS_ALIGNED)
     magnitudes = tl.zeros((BLOCK,), tl.int32)
-    for begin in range(tl.program_id(0).to(tl.int64) * BLOCK, size, PROGRAMS * BLOCK):
+    begin = tl.program_id(0).to(tl.int64) * BLOCK
+    while begin < size:
         offsets = begin + tl.arange(0, BLOCK)
         values = tl.load(x + offsets, mask=offsets < size, other=0.0)
         magnitudes = tl.maximum(magnitudes, magnitude(values))
+        begin += PROGRAMS * BLOCK
     tl.store(largest + tl.program_id(1) * PROGRAMS + tl.program_id(0), tl.max(magnitudes, 0))
 
 
@@ -94,16 +96,20 @@ def _cast_rows(
         end = tl.where(row < num_rows, num_columns, 0)
         x = at(entry, DTYPE, IS_ALIGNED) + row * num_columns
         magnitudes = tl.zeros((BLOCK,), tl.int32)
-        for begin in range(0, end, BLOCK):
+        begin = row * 0
+        while begin < end:
             offsets = begin + tl.arange(0, BLOCK)
             magnitudes = tl.maximum(magnitudes, magnitude(tl.load(x + offsets, mask=offsets < end, other=0.0)))
+            begin += BLOCK
         scale, factor = scale_of(tl.max(magnitudes, 0), LARGEST)
         tl.store(scales + tl.load(entry + 5) + row, tl.where(row < num_rows, scale, 1.0))
         target = codes + codes_start + row * num_columns
-        for begin in range(0, num_columns, BLOCK):
+        begin = row * 0
+        while begin < num_columns:
             offsets = begin + tl.arange(0, BLOCK)
             values = tl.load(x + offsets, mask=offsets < end, other=0.0).to(tl.float32)
             tl.store(target + offsets, (values * factor).to(codes.dtype.element_ty), mask=offsets < num_columns)
+            begin += BLOCK
 
 
 def cast_shards(shards: Sequence[Shard], sent: torch.Tensor, dtype: torch.dtype, by_rows: bool) -> None:

@@ -98,7 +98,7 @@ class Float8Gather:
         shards: Sequence[torch.Tensor],
         mesh: Any,
         outer_sizes: Sequence[torch.Size],
-    ) -> tuple[list[tuple[tuple[torch.Size, torch.dtype], ...]], list[Any], Callable[..., None]]:
+    ) -> tuple[Sequence[Any], Sequence[Any], Callable[..., None]]:
         """The same of all weights of a group, cast by two launches right into what is sent."""
         rows = [-(-size[0] // mesh.size()) for size in outer_sizes]
         each = [*zip(hooks, shards, rows, strict=True)]
