@@ -18,7 +18,8 @@ from disttrain.kernels import Float8Weight, float8_linear, use_float8
 from disttrain.kernels.float8 import reference as float8_reference
 from disttrain.kernels.float8 import shards_reference
 from disttrain.kernels.float8.operator import cast
-from disttrain.kernels.float8.shards import Shard
+from disttrain.kernels.float8.shards import cast_shards
+from disttrain.kernels.float8.shards_reference import Shard
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.cases.kernels import drawn, values_and_grads
 from tests.gpu.ranks import NUM_GPU_RANKS
@@ -64,9 +65,6 @@ def test_casts_are_their_reference_s_bit_by_bit(shape: tuple[int, int], dtype: t
 @pytest.mark.parametrize("by_rows", [False, True])
 def test_shards_are_cast_at_once_bit_by_bit(by_rows: bool, dtype: torch.dtype) -> None:
     """Of sizes that are multiples of 16, and others; with padding, and without rows."""
-    # Triton is not on every machine.
-    from disttrain.kernels.float8 import shards_triton
-
     for sizes in ([(512, 4096, 512), (0, 64, 16), (1000, 1024, 1008)], [(37, 80, 40), (3, 1041, 7), (0, 16, 3)]):
         shards, end = [], 0
         for seed, (num_rows, num_columns, num_padded) in enumerate(sizes):
@@ -75,9 +73,9 @@ def test_shards_are_cast_at_once_bit_by_bit(by_rows: bool, dtype: torch.dtype) -
             shards.append(Shard(values.to("cuda", dtype), num_padded, end, scales_start))
             end = scales_start + (4 * num_padded + 15) // 16 * 16
         results = []
-        for kernels in (shards_reference, shards_triton):
+        for run in (shards_reference.cast_shards, cast_shards):
             sent = torch.zeros(end, dtype=torch.uint8, device="cuda")
-            kernels.cast_shards(shards, sent, FORMATS[0], by_rows)
+            run(shards, sent, FORMATS[0], by_rows=by_rows)
             results.append(sent.cpu())
         assert torch.equal(*results)
 

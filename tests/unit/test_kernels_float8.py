@@ -25,7 +25,8 @@ from disttrain.kernels import Float8Linear, Float8Weight, float8_linear, use_flo
 from disttrain.kernels.float8 import operator as float8
 from disttrain.kernels.float8 import reference as float8_reference
 from disttrain.kernels.float8.operator import cast, multiply
-from disttrain.kernels.float8.shards import Shard, cast_shards
+from disttrain.kernels.float8.shards import cast_shards
+from disttrain.kernels.float8.shards_reference import Shard
 from disttrain.weight_grads import Grads, kept_by
 from tests.cases.kernels import IMPLEMENTATIONS, drawn, use_implementation, values_and_grads
 

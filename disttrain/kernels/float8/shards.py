@@ -6,22 +6,14 @@ Each shard is cast as by `operator.cast`, bit by bit, without a transpose.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from disttrain.kernels.choice import choose
 from disttrain.kernels.float8 import shards_reference
 from disttrain.kernels.float8.operator import obstacle
-
-
-class Shard(NamedTuple):
-    """`values` (R, C), and where they go in bytes: their codes, with zeros up to `num_rows` rows, and the scales."""
-
-    values: torch.Tensor
-    num_rows: int
-    codes_start: int
-    scales_start: int
+from disttrain.kernels.float8.shards_reference import Shard
 
 
 def cast_shards(shards: Sequence[Shard], sent: torch.Tensor, dtype: torch.dtype, *, by_rows: bool) -> None:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 
 from disttrain.kernels.float8 import reference
 
-if TYPE_CHECKING:
-    from disttrain.kernels.float8.shards import Shard
+
+class Shard(NamedTuple):
+    """`values` (R, C), and where they go in bytes: their codes, with zeros up to `num_rows` rows, and the scales."""
+
+    values: torch.Tensor
+    num_rows: int
+    codes_start: int
+    scales_start: int
 
 
 def cast_shards(shards: Sequence[Shard], sent: torch.Tensor, dtype: torch.dtype, by_rows: bool) -> None:

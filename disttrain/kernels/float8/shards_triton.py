@@ -8,18 +8,16 @@ before. Scales of rows take one launch, of which a program has a row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 
 from disttrain.kernels.float8.reference import LARGEST_POWER
+from disttrain.kernels.float8.shards_reference import Shard
 from disttrain.kernels.float8.triton_kernels import magnitude, scale_of
 from disttrain.kernels.launch_table import DTYPES, are_aligned, at, kept_table
-
-if TYPE_CHECKING:
-    from disttrain.kernels.float8.shards import Shard
 
 _BLOCK: Final = 4096
 _ROW_BLOCK: Final = 1024

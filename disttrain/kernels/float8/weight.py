@@ -15,7 +15,8 @@ import torch
 from disttrain.errors import LayoutError
 from disttrain.kernels._torch import make_wrapper, map_tensors, without_torch_function
 from disttrain.kernels.float8.operator import cast
-from disttrain.kernels.float8.shards import Shard, cast_shards
+from disttrain.kernels.float8.shards import cast_shards
+from disttrain.kernels.float8.shards_reference import Shard
 
 WEIGHT_DTYPE: Final = torch.float8_e4m3fn
 
