@@ -191,7 +191,6 @@ def test_ranks_agree_which_layers_are_faster() -> None:
     model = Model()
     with patch.object(use, "measured", measured), patch.object(use, "_device", lambda _: torch.device("cuda", 0)):
         names = [one.name for one in use_float8(model, report=lambda _: None)]
-    assert len(names) in (2, 4)
     choices = [None] * 2
     disttrain.all_gather_object(choices, names)
     assert choices[0] == choices[1]
