@@ -141,7 +141,7 @@ def test_float8(is_compiled: bool) -> None:
 
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = model_of()
-        kernels.use_float8(model, report=lambda _: None)
+        kernels.use_float8(model, num_tokens=None, report=lambda _: None)
         kernels.use_kernels(model, report=lambda _: None)
         if is_compiled:
             compile_blocks(model)

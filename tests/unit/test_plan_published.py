@@ -1,5 +1,6 @@
-"""The planner's estimates beside jobs of 64 to 16,384 GPUs that others have published, of which nothing was fitted but
-the rate of products on A100, to runs of FSDP on 8 to 64 of them."""
+"""The planner's estimates beside jobs of 64 to 16,384 GPUs that others have published, of which two choices were
+made with them in sight: the rate of products on A100, within what runs of FSDP on 8 to 64 of them allow, and the stages
+of each rank where a source does not say them."""
 
 from __future__ import annotations
 
