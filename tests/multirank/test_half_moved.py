@@ -63,7 +63,7 @@ def test_functions_of_torch_s_say_whose_mesh_they_are_given_and_what_to_import()
     for package, calls in _calls().items():
         for name, call in calls.items():
             import_it = f"Import {re.escape(name.partition('.')[0])} from {re.escape(package)}; or make"
-            first = import_it if package else "[Mm]ake"
+            first = import_it if package else "(Make|make)"
             asked = rf"torch\.[\w.]+\.{re.escape(name)}: it is torch's, and is given a mesh of disttrain's\. "
             with pytest.raises(HalfMovedError, match=rf"{asked}.*{first} the mesh by torch\.distributed"):
                 call(mesh)
