@@ -62,7 +62,8 @@ def test_functions_of_torch_s_say_whose_mesh_they_are_given_and_what_to_import()
     mesh = disttrain.init_device_mesh("cpu", (disttrain.get_world_size(),), mesh_dim_names=("dp",))
     for package, calls in _calls().items():
         for name, call in calls.items():
-            first = re.escape(f"Import {name.partition('.')[0]} from {package}; or make" if package else "ake")
+            import_it = f"Import {re.escape(name.partition('.')[0])} from {re.escape(package)}; or make"
+            first = import_it if package else "(Make|make)"
             asked = rf"torch\.[\w.]+\.{re.escape(name)}: it is torch's, and is given a mesh of disttrain's\. "
             with pytest.raises(HalfMovedError, match=rf"{asked}.*{first} the mesh by torch\.distributed"):
                 call(mesh)

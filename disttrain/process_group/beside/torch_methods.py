@@ -21,7 +21,7 @@ def add_torch_methods(group_class: type[object]) -> None:
     """Name by name: a class with `__getattr__` takes three times as long for each attribute, at each collective."""
     for name in NAMES:
         setattr(group_class, name, property(partial(_method, name=name)))
-    group_class.__str__ = _text  # type: ignore[method-assign,assignment]
+    group_class.__str__ = _text  # type: ignore[method-assign]
 
 
 class _Callable(Protocol):
