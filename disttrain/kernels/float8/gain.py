@@ -75,6 +75,8 @@ def measured(
             leaves += [drawn(out_features)] * has_bias
             leaves = [leaf.requires_grad_() for leaf in leaves]
             grad = drawn(num_tokens, out_features)
+            # autograd's own thread warns where its first call is a product: it has not looked for the GPU before.
+            torch.zeros(1, device=device, requires_grad=True).exp().backward()
             ways: list[Callable[..., Any]] = [F.linear, partial(float8_linear, recipe=recipe)]
             rounds = [[_seconds(way, leaves, grad) for way in ways] for _ in range(_NUM_WARMUPS + _NUM_ROUNDS)]
             (bf16_s, _), (float8_s, host_s) = (
