@@ -15,6 +15,7 @@ from disttrain.compiling.capture.forms import OPERATION, Form, check_results, pa
 from disttrain.compiling.capture.subjects import Subjects
 from disttrain.errors import CompileError, DisttrainError
 from disttrain.kernels.recording import Recording, recording
+from disttrain.process_group.watching.replaying import listed_operations
 
 _NUM_NUMBERS: Final = 1 << 12
 """64-bit numbers that the host may write before a replay: seven for each launch of an optimizer."""
@@ -39,7 +40,7 @@ class StepGraph:
         torch.cuda.synchronize()
         written = subjects.versions()
         memory = torch.empty(_NUM_NUMBERS, dtype=torch.int64, device="cuda")
-        with recording(memory) as host:
+        with recording(memory) as host, listed_operations() as self._replays:
             self._results, self._structure = self._record(step, args, kwargs, pool)
         self._host: Recording = host
         self.grads_after = subjects.grads()
@@ -52,7 +53,9 @@ class StepGraph:
             # What other threads do is their own: transports look at their events all the time.
             with _without_warnings(), torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
                 try:
+                    self._replays.begin_graph()
                     results = step(*args, **kwargs)
+                    self._replays.end_graph()
                 except Exception as error:  # noqa: BLE001  what ends the recording would hide it
                     failure = error
         except RuntimeError as error:
@@ -69,22 +72,27 @@ class StepGraph:
 
     def obstacle(self) -> str:
         """Why it can't be replayed any more; empty where it can."""
-        return next((reason for part in self._host.parts if (reason := part.obstacle())), "")
+        reasons = (part.obstacle() for part in self._host.parts)
+        return self._replays.obstacle() or next(filter(None, reasons), "")
 
     def play_first(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Have the GPU do what was recorded; the host's part was done meanwhile. Returns the step's results."""
+        self._replays.begin(is_first=True)
         self._fill(tensors)
         for part in self._host.parts:
             part.before_first()
         self._graph.replay()
+        self._replays.end()
         return self._end()
 
     def play(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The whole step; returns its results, in memory of their own."""
+        self._replays.begin()
         self._fill(tensors)
         for part in self._host.parts:
             part.before_replay()
         self._graph.replay()
+        self._replays.end()
         for part in self._host.parts:
             part.after_replay()
         return self._end()

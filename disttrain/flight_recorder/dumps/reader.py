@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -31,11 +32,25 @@ from disttrain.flight_recorder.record.record import (
     State,
     ThreadStack,
 )
+from disttrain.flight_recorder.record.replays import ListedCall, Replay, StepGraphCalls
 
 MAX_FILE_BYTES: Final = 256 << 20
 _MAX_HEADER_BYTES: Final = 1 << 16
 MAX_WORLD_SIZE: Final = 1 << 20
-_KINDS: Final = {"dump", "stack", "group", "channel", "thread", "failure", "label", "site", "record", "end"}
+_KINDS: Final = {
+    "dump",
+    "stack",
+    "group",
+    "channel",
+    "thread",
+    "failure",
+    "label",
+    "site",
+    "record",
+    "graph",
+    "replay",
+    "end",
+}
 _STATES: Final = {state.value: state for state in (State.ENQUEUED, State.COMPLETED, State.FAILED)}
 _INT_ONLY: Final = frozenset({int})
 _NONE: Final = type(None)
@@ -162,6 +177,8 @@ class _Reader:
     groups: dict[str, GroupProgress] = field(default_factory=dict)
     channels: list[ChannelProgress] = field(default_factory=list)
     threads: list[ThreadStack] = field(default_factory=list)
+    graphs: list[StepGraphCalls] = field(default_factory=list)
+    replays: list[Replay] = field(default_factory=list)
     raw_records: list[list[Any]] = field(default_factory=list)
 
     def records(self) -> list[Record]:
@@ -186,6 +203,7 @@ class _Reader:
         except _WRONG:
             return self._records_singly()
         columns[7:8] = map(actions.__getitem__, labels), map(modules.__getitem__, labels)
+        columns.append(repeat(""))
         return list(map(_NEW_RECORD, zip(*columns[1:], strict=False)))
 
     def _records_singly(self) -> list[Record]:
@@ -244,6 +262,25 @@ class _Reader:
             case [str(kind), *_] if kind not in _KINDS:
                 return
             case _:
+                self._take_replays(item)
+
+    def _take_replays(self, item: Any) -> None:
+        match item:
+            case ["graph", int(number), [*calls]]:
+                listed = (
+                    ListedCall(_at(self.sites, site), *_at(self.labels, label), as_int(part))
+                    for site, label, part in calls
+                )
+                self.graphs.append(StepGraphCalls(number, tuple(listed)))
+            case ["replay", graph, int(number), [*before], began_s, ended_s, device, not_come]:
+                end_s = None if ended_s is None else _finite(ended_s)
+                behind = None if not_come is None else as_ints(not_come)
+                its_graph, counts = _at(self.graphs, graph), as_ints(before)
+                for call in its_graph.calls:
+                    _at(counts, call.part)
+                fields = its_graph, number, counts, _finite(began_s), end_s, _device_times(device), behind
+                self.replays.append(Replay(*fields))
+            case _:
                 raise ValueError("an array that no dump has")
 
     def _ranks(self, ranks: Any) -> tuple[int, ...]:
@@ -264,6 +301,7 @@ class _Reader:
             channels=tuple(self.channels),
             threads=tuple(self.threads),
             records=tuple(records),
+            replays=tuple(reversed(self.replays)),
             problems=() if problem is None else (problem,),
         )
 
@@ -295,7 +333,7 @@ def checked_header(header: dict[Any, Any]) -> dict[str, Any]:
     }
 
 
-def _at(values: list[T], index: Any) -> T:
+def _at(values: Sequence[T], index: Any) -> T:
     if not 0 <= as_int(index) < len(values):
         raise IndexError("a number of something that did not come before")
     return values[as_int(index)]

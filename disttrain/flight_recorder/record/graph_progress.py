@@ -1,0 +1,100 @@
+"""Marks within a CUDA graph that show how far the device is in each replay.
+
+An event would not do: launches run ahead of the device, and each makes the same events anew. A mark is a kernel of one
+thread, which writes the number of the replay to memory of the host, so that to read it asks nothing of the driver.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from contextlib import suppress
+from typing import Any, Final
+
+import torch
+
+from disttrain.dtensor._torch import off_the_record
+
+_log = logging.getLogger(__name__)
+
+MAX_MARKS: Final = 4096
+"""Of one graph; what comes behind is known by its end only."""
+
+
+def graph_progress(device: torch.device) -> GraphProgress | None:
+    """Marks for a new graph; None where the device has no access to the host's memory."""
+    try:
+        return GraphProgress(device)
+    except RuntimeError as problem:
+        _log.warning("the flight recorder cannot mark the operations of a recorded step: %s", str(problem))
+        return None
+
+
+class GraphProgress:
+    """As `listing.Progress`, of a graph on `device`. Raises RuntimeError where the host's memory can't be had."""
+
+    def __init__(self, device: torch.device) -> None:
+        with torch.no_grad(), off_the_record():
+            self._memory = _UNUSED.pop() if _UNUSED else _Memory(device)
+            self._memory.clear()
+        # A graph may still run when its last reference is gone: its memory serves the next graphs, and nothing else.
+        weakref.finalize(self, _UNUSED.append, self._memory).atexit = False
+
+    def begin_graph(self) -> None:
+        with suppress(RuntimeError), torch.no_grad(), off_the_record():
+            self._memory.replay.add_(1)
+
+    def comes(self, index: int) -> bool:
+        return index < MAX_MARKS and self._write(1 + index)
+
+    def end_graph(self) -> None:
+        self._write(0)
+
+    def read(self) -> list[int]:
+        numbers: list[int] = self._memory.host.tolist()
+        return numbers
+
+    def _write(self, index: int) -> bool:
+        try:
+            with torch.no_grad(), off_the_record():
+                torch.add(self._memory.replay, 0, out=self._memory.seen[index : index + 1])
+        except RuntimeError:
+            return False  # The recording has failed, as the operation itself will say.
+        return True
+
+
+class _Memory:
+    """Numbers on the host, which the device sees, and the number of the replay on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.host = torch.zeros(1 + MAX_MARKS, dtype=torch.int32, pin_memory=True)
+        self.replay = torch.zeros(1, dtype=torch.int32, device=device)
+        self.seen = torch.as_tensor(_SeenByGpu(self.host), device=self.replay.device)
+        if self.seen.data_ptr() != self.host.data_ptr():
+            raise RuntimeError("torch has copied the memory")
+
+    def clear(self) -> None:
+        """Not beside a graph that writes there: before a recording, the device is waited for."""
+        self.host.zero_()
+        self.replay.zero_()
+
+
+class _SeenByGpu:
+    """Pinned memory of the host as an array of a GPU, which has it under the same address.
+
+    CUDA C++ Programming Guide, "Unified Virtual Address Space"; Numba, "CUDA Array Interface".
+    """
+
+    def __init__(self, host: torch.Tensor) -> None:
+        self._host = host
+        address = host.data_ptr(), False
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": tuple(host.shape),
+            "typestr": "<i4",
+            "data": address,
+            "version": 2,
+        }
+
+
+_UNUSED: Final[list[_Memory]] = []
+"""Of graphs that are gone."""
