@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import disttrain
+from disttrain.errors import CollectiveTimeoutError
 from disttrain.flight_recorder import FlightRecorder, analyze, read_dump
 from disttrain.flight_recorder.analysis.judge import judge
 from disttrain.flight_recorder.analysis.match import match
@@ -19,6 +21,7 @@ from disttrain.flight_recorder.dumps.dump import Dump, dump_name, write_dump
 from disttrain.flight_recorder.dumps.expanding import expanded
 from disttrain.flight_recorder.dumps.ring_reader import decode_ring
 from disttrain.flight_recorder.dumps.ring_replays import not_come
+from disttrain.flight_recorder.live.replay_limits import ReplayLimits, end_overdue
 from disttrain.flight_recorder.record import descriptions as descriptions_module
 from disttrain.flight_recorder.record import ring as ring_module
 from disttrain.flight_recorder.record.listing import Listing
@@ -296,3 +299,44 @@ def test_without_a_recorder_nobody_is_told() -> None:
     with entered_world(rank.world), listed_operations() as listing:
         pass
     assert isinstance(listing, Listing)
+
+
+def test_a_replay_that_does_not_end_in_time_ends_its_group(caplog: pytest.LogCaptureFixture) -> None:
+    rank, device = Rank(), HandMoved()
+    listing = rank.recorded(device)
+    limits = ReplayLimits()
+    play(listing, 3)
+    device.go(2, 2)
+    assert limits.look([listing], 0.0) == []
+    assert limits.look([listing], 59.0) == []
+    device.go(2, 3)
+    assert limits.look([listing], 60.0) == []
+    assert limits.look([listing], 119.0) == []
+    ((found, within),) = limits.look([listing], 120.0)
+    assert found is listing
+    assert (within.call.operation, within.call.sequence, within.call.module) == ("all_reduce", 4, "blocks.1")
+    assert limits.look([listing], 121.0) == []
+    end_overdue(listing, within)
+    for thread in threading.enumerate():
+        if thread.name == "disttrain flight replay limit":
+            thread.join(10.0)
+    with pytest.raises(
+        CollectiveTimeoutError,
+        match=r"all_reduce: not every rank came within 60 s \(in replay 2 of step graph 1\)"
+        r".* \[rank 0, group world, ranks 0,1, sequence 4, blocks\.1\]",
+    ):
+        listing.begin()
+    assert "in replay 2 of step graph 1" in rank.whole.ended_by
+    assert "in replay 2 of step graph 1" in caplog.text
+    assert limits.look([listing], 500.0) == []
+
+
+def test_a_replay_that_has_ended_or_is_before_its_operations_is_not_overdue() -> None:
+    """Before the first it waits for no rank; behind the last, nothing is launched."""
+    rank, device = Rank(), HandMoved()
+    listing = rank.recorded(device)
+    limits = ReplayLimits()
+    play(listing, 3)
+    for now_s, num_calls, ends in ((0.0, 0, False), (100.0, 0, False), (200.0, 3, True), (300.0, 3, True)):
+        device.go(3, num_calls, ends=ends)
+        assert limits.look([listing], now_s) == []

@@ -106,13 +106,15 @@ def _on_devices(matched: Match, gone: AbstractSet[int]) -> Iterator[Wait]:
 
 
 def _last_come(dump: Dump) -> tuple[list[Record], Record | None]:
-    """Records that its device has come to last, of each group and each channel; and of all."""
+    """Records that its device has come to last, of each group and each channel, in their order; and of all."""
     last: dict[Hashable, Record] = {}
     newest = None
     for record in dump.records:
         if record.device is not None and record.device.came_s is not None:
             site, newest = record.site, record
-            last[site.group_name, *((site.operation, site.peer_rank) if site.is_message else ())] = record
+            key = site.group_name, *((site.operation, site.peer_rank) if site.is_message else ())
+            last.pop(key, None)
+            last[key] = record
     return list(last.values()), newest
 
 

@@ -25,6 +25,8 @@ IsOfGraph = Callable[[Sequence[torch.Tensor], "GroupLike"], bool]
 """True if an operation of these tensors in this group becomes a part of the graph that is being recorded."""
 
 NO_MARK: Final = -1
+_NUM_PAST: Final = 64
+"""Replays that a host may be ahead of its device; a driver queues fewer."""
 
 
 class Progress(Protocol):
@@ -50,21 +52,24 @@ class Progress(Protocol):
 class Part:
     """The operations of a graph that one count numbers, that of a group or channel.
 
-    Attributes: `counter`, the word of the count; `messages`, what numbers them if they are messages; `before`, the
-    number before the latest replay; `calls`, of each the place in the graph, the number of its site and its label.
+    Attributes: `counter`, the word of the count; `messages`, what numbers them if they are messages, with `peer_rank`,
+    a group rank; `before`, the number before the latest replay, and `past` that before each of the last replays;
+    `calls`, of each the place in the graph, the number of its site and its label.
     """
 
     __slots__ = (
         *("before", "calls", "counter", "group", "is_collective", "last_operation", "messages", "num_calls"),
-        "number",
+        *("number", "past", "peer_rank"),
     )
 
-    def __init__(self, group: GroupLike, site: Site, operation: str, before: int) -> None:
+    def __init__(self, group: GroupLike, site: Site, operation: str, peer_rank: int | None, before: int) -> None:
         self.group = group
         self.counter = site.counter
         self.messages = site.messages
         self.is_collective = operation not in (SEND, RECEIVE)
+        self.peer_rank = None if self.is_collective else peer_rank
         self.before = before
+        self.past: deque[int] = deque(maxlen=_NUM_PAST)
         self.calls: list[tuple[int, int, int]] = []
         self.num_calls = 0
         self.number = 0
@@ -112,12 +117,14 @@ class Listing:
         self._of_counts: dict[tuple[str, int], Part] = {}
         self._records: list[tuple[int, int]] = []
 
-    def add(self, site: Site, label: int, group: GroupLike, operation: str, sequence: int) -> None:
+    def add(
+        self, site: Site, label: int, group: GroupLike, operation: str, peer_rank: int | None, sequence: int
+    ) -> None:
         """List an operation that is about to be recorded."""
         key = group.group_name, site.counter
         part = self._of_counts.get(key)
         if part is None:
-            part = self._of_counts[key] = Part(group, site, operation, max(0, sequence - 1))
+            part = self._of_counts[key] = Part(group, site, operation, peer_rank, max(0, sequence - 1))
         index = len(self.called)
         part.calls.append((index, site.number, label))
         part.num_calls += 1
@@ -155,9 +162,11 @@ class Listing:
             self._progress.end_graph()
 
     def obstacle(self) -> str:
-        """Likewise: where a group is there no more."""
-        for part in self.parts:
+        """Likewise: where a group is there no more, unless `begin` says why."""
+        for part in self.parts if self.failure is None else ():
             name = part.group.group_name
+            if part.group.ended_by:
+                return f"group {name}, whose collectives are in it, has ended: {part.group.ended_by}"
             if part.group.world.group_named(name) is not part.group or part.group not in part.group.world.groups:
                 return f"group {name}, whose collectives are in it, has been destroyed."
         return ""
@@ -167,9 +176,10 @@ class Listing:
         if self.failure is not None:
             raise self.failure
         self.num_replays += 1
-        if not is_first:
-            for part in self.parts:
+        for part in self.parts:
+            if not is_first:
                 part.advance()
+            part.past.append(part.before)
         begin_part, replay = self._recorder.begin_part, self.num_replays
         self._records = [begin_part(part, replay, is_marked=not index) for index, part in enumerate(self.parts)]
 

@@ -226,7 +226,7 @@ class FlightRecorder:
         if not sequence and (messages := site.messages) is not None:
             sequence = next(messages)
         if (listing := self.current_listing) is not None and listing.takes(inputs or outputs, group):
-            listing.add(site, label, group, operation, sequence)
+            listing.add(site, label, group, operation, peer_rank, sequence)
             return _LISTED
         # One call for a number: threads may come here together.
         number = self._next_number()
