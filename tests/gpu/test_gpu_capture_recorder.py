@@ -10,11 +10,11 @@ import torch
 
 import disttrain
 from disttrain.compiling import capture_step
-from disttrain.errors import CollectiveTimeoutError
+from disttrain.errors import CollectiveTimeoutError, DisttrainError
 from disttrain.flight_recorder import FlightRecorder
 from disttrain.flight_recorder.dumps.expanding import expanded
 from disttrain.flight_recorder.live.replay_limits import ReplayLimits, end_overdue
-from disttrain.process_group import World, entered_world
+from disttrain.process_group import World, current_world, entered_world
 from disttrain.store import HashStore
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.gpu.ranks import NUM_GPU_RANKS
@@ -182,13 +182,13 @@ def test_a_destroyed_group_is_not_replayed() -> None:
         for _ in range(3):
             captured(x)
         disttrain.destroy_process_group(pair)
-        with pytest.raises(disttrain.DisttrainError, match=r"group .* has been destroyed"):
+        with pytest.raises(DisttrainError, match=r"group .* has been destroyed"):
             captured(x)
 
 
 @on_ranks(NUM_GPU_RANKS)
 def test_ranks_count_alike_whether_they_replay_or_not() -> None:
-    world = disttrain.current_world()
+    world = current_world()
     recorder = world.recorder
     assert isinstance(recorder, FlightRecorder)
     group = world.default_group

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     import torch
 
     from disttrain.flight_recorder.record.callers import Callers
-    from disttrain.flight_recorder.record.listing import Listing
     from disttrain.flight_recorder.record.ring import Ring
     from disttrain.process_group import World
     from disttrain.process_group.interfaces import GroupLike
@@ -74,8 +73,8 @@ class Descriptions:
         self.sites: dict[tuple[Any, ...], list[Site]] = {}
         self.world: World | None = None
         """The world whose groups are kept, also when no record is of them."""
-        self.listings: weakref.WeakSet[Listing] = weakref.WeakSet()
-        """The recorded steps that may still be replayed: what they refer to is kept."""
+        self.listings: weakref.WeakSet[Any] = weakref.WeakSet()
+        """The recorded steps that may still be replayed, as `listing.Listing`: what their `numbers` name is kept."""
         self._ring = ring
         self._lock = threading.Lock()
         self._num_sites = 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -69,7 +70,7 @@ class _Memory:
     def __init__(self, device: torch.device) -> None:
         self.host = torch.zeros(1 + MAX_MARKS, dtype=torch.int32, pin_memory=True)
         self.replay = torch.zeros(1, dtype=torch.int32, device=device)
-        self.seen = torch.as_tensor(_SeenByGpu(self.host), device=self.replay.device)
+        self.seen = torch.as_tensor(_seen_by_gpu(self.host), device=self.replay.device)
         if self.seen.data_ptr() != self.host.data_ptr():
             raise RuntimeError("torch has copied the memory")
 
@@ -79,21 +80,14 @@ class _Memory:
         self.replay.zero_()
 
 
-class _SeenByGpu:
+def _seen_by_gpu(host: torch.Tensor) -> Any:
     """Pinned memory of the host as an array of a GPU, which has it under the same address.
 
     CUDA C++ Programming Guide, "Unified Virtual Address Space"; Numba, "CUDA Array Interface".
     """
-
-    def __init__(self, host: torch.Tensor) -> None:
-        self._host = host
-        address = host.data_ptr(), False
-        self.__cuda_array_interface__: dict[str, Any] = {
-            "shape": tuple(host.shape),
-            "typestr": "<i4",
-            "data": address,
-            "version": 2,
-        }
+    address = host.data_ptr(), False
+    described = {"shape": tuple(host.shape), "typestr": "<i4", "data": address, "version": 2}
+    return SimpleNamespace(__cuda_array_interface__=described)
 
 
 _UNUSED: Final[list[_Memory]] = []

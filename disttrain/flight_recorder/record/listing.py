@@ -18,7 +18,6 @@ from disttrain.flight_recorder.record.record import RECEIVE, SEND
 
 if TYPE_CHECKING:
     from disttrain.flight_recorder.record.descriptions import Descriptions, Site
-    from disttrain.flight_recorder.record.recorder import FlightRecorder
     from disttrain.process_group.interfaces import GroupLike
 
 IsOfGraph = Callable[[Sequence[torch.Tensor], "GroupLike"], bool]
@@ -46,6 +45,20 @@ class Progress(Protocol):
 
     def read(self) -> list[int]:
         """The last replay that has ended; then of each operation the last that has come to it. Waits for nothing."""
+        ...
+
+
+class Slots(Protocol):
+    """The recorder, by which a replay is told."""
+
+    current_listing: Listing | None
+
+    def begin_part(self, part: Part, replay: int, *, is_marked: bool) -> tuple[int, int]:
+        """As `FlightRecorder.begin`, of a part of a graph; `is_marked` on the device too."""
+        ...
+
+    def end(self, record: tuple[int, int], error: DisttrainError | None) -> None:
+        """As `FlightRecorder.end`."""
         ...
 
 
@@ -96,7 +109,7 @@ class Listing:
 
     def __init__(
         self,
-        recorder: FlightRecorder,
+        recorder: Slots,
         descriptions: Descriptions,
         number: int,
         progress: Progress | None,

@@ -270,7 +270,7 @@ class FlightRecorder:
         from disttrain.flight_recorder.record.listing import Listing, is_captured
 
         if progress is None and self._marks is not None and self.world.world_size > 1:
-            from disttrain.flight_recorder.record.graph_progress import graph_progress
+            from disttrain.flight_recorder.record.graph_progress import graph_progress  # as above
 
             progress = graph_progress(self.world.device)
         return Listing(self, self._descriptions, self._next_graph(), progress, is_of_graph or is_captured)
