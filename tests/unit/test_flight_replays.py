@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,11 +19,13 @@ from disttrain.flight_recorder import FlightRecorder, analyze, read_dump
 from disttrain.flight_recorder.analysis.judge import judge
 from disttrain.flight_recorder.analysis.match import match
 from disttrain.flight_recorder.analysis.verdict import Kind
-from disttrain.flight_recorder.dumps.dump import Dump, dump_name, write_dump
+from disttrain.flight_recorder.dumps.dump import Dump, dump_name, encode, packed, write_dump
 from disttrain.flight_recorder.dumps.expanding import expanded
+from disttrain.flight_recorder.dumps.reader import decode
 from disttrain.flight_recorder.dumps.ring_reader import decode_ring
 from disttrain.flight_recorder.dumps.ring_replays import not_come
 from disttrain.flight_recorder.live.replay_limits import ReplayLimits, end_overdue
+from disttrain.flight_recorder.live.watchdog import Watchdog
 from disttrain.flight_recorder.record import descriptions as descriptions_module
 from disttrain.flight_recorder.record import ring as ring_module
 from disttrain.flight_recorder.record.listing import Listing
@@ -180,6 +184,30 @@ def test_a_dump_says_the_list_once(tmp_path: Path) -> None:
     assert file.stat().st_size - few < 20 * 60
 
 
+@pytest.mark.parametrize(
+    "item",
+    [
+        ["graph", 1, [[0, 0]]],
+        ["graph", 1, [[99, 0, 0]]],
+        ["graph", "1", []],
+        ["replay", 0, 1, [0], 1.0, 1.0, None, None],
+        ["replay", 1, 1, [0, 0], 1.0, 1.0, None, None],
+        ["replay", 0, 1, [0, 0], None, 1.0, None, None],
+        ["replay", 0, 1, [0, 0], 1.0, 1.0, [1.0], None],
+        ["replay", 0, 1, [0, 0], 1.0, 1.0, None, ["all"]],
+    ],
+    ids=str,
+)
+def test_a_dump_with_a_replay_that_cannot_be_says_so(item: list[object]) -> None:
+    rank = Rank()
+    play(rank.recorded(), 2)
+    body = encode(rank.dump())[: -len(packed(["end", 0xFFFFFFFF]))]
+    whole = body + packed(item)
+    dump = decode(whole + packed(["end", zlib.crc32(whole)]))
+    assert dump.problems
+    assert [each.number for each in dump.replays] == [1, 2]
+
+
 def test_the_ring_says_it_too() -> None:
     """Of a process that was killed: without its device."""
     rank = Rank(num_records=4)
@@ -329,6 +357,26 @@ def test_a_replay_that_does_not_end_in_time_ends_its_group(caplog: pytest.LogCap
     assert "in replay 2 of step graph 1" in rank.whole.ended_by
     assert "in replay 2 of step graph 1" in caplog.text
     assert limits.look([listing], 500.0) == []
+
+
+def test_the_watchdog_watches_replays(tmp_path: Path) -> None:
+    rank, device = Rank(), HandMoved()
+    rank.whole.set_timeout(0.3)
+    listing = rank.recorded(device)
+    play(listing)
+    device.go(1, 1)
+    # Of one rank, which asks no others.
+    rank.world.world_size = 1
+    watchdog = Watchdog(rank.recorder, tmp_path, tmp_path, 0.4, ends_job=False)
+    try:
+        end_s = time.monotonic() + 20.0
+        while listing.failure is None and time.monotonic() < end_s:
+            time.sleep(0.02)
+    finally:
+        watchdog.close()
+    assert "in replay 1 of step graph 1" in str(listing.failure)
+    (file,) = tmp_path.glob("*.flight")
+    assert read_dump(file).reason == "a replay of rank 0 has not ended in time"
 
 
 def test_a_replay_that_has_ended_or_is_before_its_operations_is_not_overdue() -> None:

@@ -35,7 +35,8 @@ class GraphProgress:
     """As `listing.Progress`, of a graph on `device`. Raises RuntimeError where the host's memory can't be had."""
 
     def __init__(self, device: torch.device) -> None:
-        with torch.no_grad(), off_the_record():
+        # Plain tensors, which graphs of any mode may write to.
+        with torch.inference_mode(False), torch.no_grad(), off_the_record():
             self._memory = _UNUSED.pop() if _UNUSED else _Memory(device)
             self._memory.clear()
         # A graph may still run when its last reference is gone: its memory serves the next graphs, and nothing else.
@@ -68,7 +69,7 @@ class _Memory:
     """Numbers on the host, which the device sees, and the number of the replay on the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self.host = torch.zeros(1 + MAX_MARKS, dtype=torch.int32, pin_memory=True)
+        self.host = torch.zeros(1 + MAX_MARKS, dtype=torch.int32, device="cpu", pin_memory=True)
         self.replay = torch.zeros(1, dtype=torch.int32, device=device)
         self.seen = torch.as_tensor(_seen_by_gpu(self.host), device=self.replay.device)
         if self.seen.data_ptr() != self.host.data_ptr():
