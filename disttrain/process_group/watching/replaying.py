@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from disttrain.process_group.current import current_world, is_initialized
+from disttrain.process_group.current import current_world, has_world
 
 
 class Replays(Protocol):
@@ -62,7 +62,7 @@ class _Untold:
 @contextmanager
 def listed_operations() -> Iterator[Replays]:
     """Has the recorder list what the current world's ranks call within, in place of recording it."""
-    recorder = current_world("capture_step").recorder if is_initialized() else None
+    recorder = current_world("capture_step").recorder if has_world() else None
     if recorder is None:
         yield _Untold()
     else:
