@@ -18,6 +18,7 @@ from disttrain.dtensor._torch import off_the_record
 
 _log = logging.getLogger(__name__)
 
+_NUM_ALIGNMENTS: Final = 4
 MAX_MARKS: Final = 4096
 """Of one graph; what comes behind is known by its end only."""
 
@@ -37,10 +38,12 @@ class GraphProgress:
     def __init__(self, device: torch.device) -> None:
         # Plain tensors, which graphs of any mode may write to.
         with torch.inference_mode(False), torch.no_grad(), off_the_record():
-            self._memory = _UNUSED.pop() if _UNUSED else _Memory(device)
+            index = torch.cuda.current_device() if device.index is None else device.index
+            unused = _UNUSED.setdefault(index, [])
+            self._memory = unused.pop() if unused else _Memory(torch.device("cuda", index))
             self._memory.clear()
         # A graph may still run when its last reference is gone: its memory serves the next graphs, and nothing else.
-        weakref.finalize(self, _UNUSED.append, self._memory).atexit = False
+        weakref.finalize(self, unused.append, self._memory).atexit = False
 
     def begin_graph(self) -> None:
         with suppress(RuntimeError), torch.no_grad(), off_the_record():
@@ -59,7 +62,7 @@ class GraphProgress:
     def _write(self, index: int) -> bool:
         try:
             with torch.no_grad(), off_the_record():
-                torch.add(self._memory.replay, 0, out=self._memory.seen[index : index + 1])
+                self._memory.write(index)
         except RuntimeError:
             return False  # The recording has failed, as the operation itself will say.
         return True
@@ -79,6 +82,14 @@ class _Memory:
         """Not beside a graph that writes there: before a recording, the device is waited for."""
         self.host.zero_()
         self.replay.zero_()
+        # Kernels are loaded by their first launch, which must not be a part of a graph: one for each alignment.
+        self.replay.add_(0)
+        for index in range(_NUM_ALIGNMENTS):
+            self.write(index)
+
+    def write(self, index: int) -> None:
+        """Have the device write the number of the replay there."""
+        torch.add(self.replay, 0, out=self.seen[index : index + 1])
 
 
 def _seen_by_gpu(host: torch.Tensor) -> Any:
@@ -91,5 +102,5 @@ def _seen_by_gpu(host: torch.Tensor) -> Any:
     return SimpleNamespace(__cuda_array_interface__=described)
 
 
-_UNUSED: Final[list[_Memory]] = []
-"""Of graphs that are gone."""
+_UNUSED: Final[dict[int, list[_Memory]]] = {}
+"""Of graphs that are gone, by GPU."""
