@@ -2,18 +2,20 @@
 #
 #   make test ARGS="-k store"         more arguments for the command that the target runs
 #   make test PYTHON=python3.12       the interpreter (3.11 or later) that a new .venv is made with
+#   make wheels PYTHONS=python3.13    the other Pythons on which the wheel is tried
 #   make test TORCH=torch==2.11.0     the torch that a new .venv gets, e.g. on a machine with GPUs
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 ARGS ?=
+PYTHONS ?= python3.12 python3.13
 
 BIN := .venv/bin
 READY := .venv/.ready
 DOCS_READY := .venv/.docs-ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
 
-.PHONY: help train test check docs format bench clean
+.PHONY: help train test wheels check docs format bench clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -23,6 +25,14 @@ train: $(READY) ## Train a small language model on two processes of this machine
 
 test: $(READY) ## Run all tests.
 	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+
+wheels: $(READY) ## Follow the tutorial with the wheel on other Pythons, too (PYTHONS), each with a torch of its own.
+	@mkdir -p build/wheels; ready=; for python in $(PYTHONS); do \
+	  "$$python" -c '' 2>/dev/null || { echo "skipped: there is no $$python"; continue; }; \
+	  home=build/wheels/$$(basename $$python); "$$python" -m venv $$home && \
+	  $$home/bin/python -m pip install --quiet '$(TORCH)' msgpack numpy uvloop xxhash || exit 1; \
+	  ready="$$ready:$(CURDIR)/$$home/bin/python"; done; \
+	DISTTRAIN_TEST_PYTHONS="$$ready" $(BIN)/python -m pytest -rs tests/multirank/test_tutorial.py $(ARGS)
 
 check: docs ## Format, lint, types, import layers, dead code, spelling, the documentation's site.
 	$(BIN)/ruff format --check --quiet .

@@ -29,7 +29,7 @@ NUM_BATCHES = 4
 def made(base: Llama, way: str) -> Llama:
     model = copy.deepcopy(base)
     if way.startswith("float8"):
-        use_float8(model, way.split()[1], report=lambda _: None)
+        use_float8(model, way.split()[1], num_tokens=None, report=lambda _: None)
     return model
 
 

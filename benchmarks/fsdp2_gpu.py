@@ -90,7 +90,7 @@ def build(args: argparse.Namespace, shard: Callable[..., object], policy: object
     with torch.device("meta"):
         model = Model(args)
     if recipe:
-        use_float8(model, recipe, report=lambda _: None)
+        use_float8(model, recipe, num_tokens=None, report=lambda _: None)
     for block in model.blocks:
         shard(block, mp_policy=policy)
         if args.compile:

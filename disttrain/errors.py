@@ -17,6 +17,7 @@
     ├── ArgumentError                something else where a tensor, or a list of tensors, belongs (a TypeError too)
     ├── ShapeError                   sizes, dtypes or memory formats that don't fit (a ValueError too)
     ├── MeshError                    a mesh that cannot be, or an axis it does not have (a ValueError too)
+    │   └── HalfMovedError               a mesh, placement or group of disttrain's in a function of torch's
     ├── LayoutError                  placements that cannot be, or an operation with no rule for them
     ├── RankMismatchError            compare_ranks() has found ranks that do different things, or hold different values
     ├── ShardingError                fully_shard or a parallel style on a module it cannot take
@@ -161,6 +162,13 @@ class ShapeError(DisttrainError, ValueError):
 
 class MeshError(DisttrainError, ValueError):
     """A mesh that cannot be, or an axis it does not have."""
+
+
+class HalfMovedError(MeshError, AttributeError):
+    """A function of torch's was given a mesh, a placement or a group of disttrain's: some imports are still torch's.
+
+    For who asks by `hasattr`, the mesh has not what that function reads.
+    """
 
 
 class LayoutError(DisttrainError):

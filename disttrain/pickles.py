@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import pickletools
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 MAX_DEPTH: Final = 1 << 20
 """Of the stack: no program writes a pickle that pushes more than this."""
+MAX_NESTED: Final = 500
+"""Values within values: who walks through them calls itself for each level."""
+MAX_VALUES: Final = 1 << 20
+"""That a pickle of any size may come to; a larger one may come to `_VALUES_PER_BYTE` for each of its bytes."""
+_VALUES_PER_BYTE: Final = 16
 
 
 @dataclass(frozen=True)
@@ -78,13 +83,53 @@ def _parsed(data: bytes, machine: _Machine) -> Any:
     try:
         for opcode, argument, position in pickletools.genops(data):
             if opcode.name == "STOP":
-                return machine.stack.pop()
+                value = machine.stack.pop()
+                _check_extent(value, max(MAX_VALUES, _VALUES_PER_BYTE * len(data)))
+                return value
             machine.step(opcode, argument, position)
     except _Refused as error:
         raise ValueError(str(error)) from None
     except _BROKEN as error:
         raise ValueError(f"is damaged near byte {position} ({error})") from None
     raise ValueError("is damaged: it has no end")
+
+
+def _check_extent(root: Any, max_values: int) -> None:
+    """Raises _Refused for what nobody can walk through: thirty lists that hold the next one twice are a billion values.
+
+    Each container is looked at once, however many hold it.
+    """
+    num_values: dict[int, int] = {}
+    """By id, with what is within; 0 while that is being counted."""
+    entered, left_to_see = 0, [(root, False)]
+    while left_to_see:
+        node, is_left = left_to_see.pop()
+        parts = _parts(node)
+        if is_left:
+            entered -= 1
+            num_values[id(node)] = total = 1 + sum(num_values.get(id(part), 1) for part in parts)
+            if total > max_values:
+                raise _Refused(f"holds some values so often that written out it has more than {max_values}")
+        elif num_values.get(id(node)) == 0:
+            raise _Refused("has a value that holds itself")
+        elif parts and id(node) not in num_values:
+            entered += 1
+            if entered > MAX_NESTED:
+                raise _Refused(f"has values within values, more than {MAX_NESTED} deep")
+            num_values[id(node)] = 0
+            left_to_see.append((node, True))
+            left_to_see.extend((part, False) for part in parts)
+
+
+def _parts(node: Any) -> Sequence[Any]:
+    """The values that a container holds."""
+    if isinstance(node, list | tuple):
+        return node
+    if isinstance(node, dict):
+        return [*node.keys(), *node.values()]
+    if isinstance(node, Made):
+        return (node.what, node.args, node.state, node.items)
+    return (node.key,) if isinstance(node, Persistent) else ()
 
 
 class _Refused(Exception):

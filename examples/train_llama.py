@@ -19,7 +19,7 @@ import sys
 import time
 import zlib
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -41,6 +41,7 @@ from torch import Tensor
 import disttrain
 from disttrain import kernels
 from disttrain.checkpoint import Checkpointer, set_training_state, training_state
+from disttrain.compiling import CapturedStep, capture_step
 from disttrain.console import clock, short
 from disttrain.data import Loader, Prefetcher, Windows
 from disttrain.errors import CheckpointError, SettingError
@@ -73,6 +74,8 @@ class Run:
     model: Llama
     stepper: Stepper
     optimizer: torch.optim.Optimizer
+    step: Callable[[Tensor], Tensor]
+    """From rows to their loss, with all that a step computes between them."""
     checkpointer: Checkpointer
 
 
@@ -92,12 +95,16 @@ def make_run(flags: Namespace, device: torch.device) -> Run:
         )
     else:
         stepper = Pipelined(placed, mesh, flags.plan)
-    optimizer = make_optimizer(placed.model, uses_kernels=flags.kernels)
+    is_captured = flags.capture == "on" or (flags.capture == "auto" and device.type == "cuda")
+    optimizer = make_optimizer(placed.model, uses_kernels=flags.kernels, is_captured=is_captured)
+    step = make_step(stepper, optimizer)
+    if is_captured:
+        step = capture_step(step, modules=[placed.model], optimizers=[optimizer])
     checkpointer = Checkpointer(flags.out / CHECKPOINTS, keep=2)
     windows = Windows(tokens.training, flags.seq, seed=flags.seed)
     loader = Loader(windows, flags.batch, mesh=mesh["replicate", "dp"], seed=flags.seed, endless=True)
     batches = Prefetcher(loader, device)
-    return Run(flags, device, tokens, loader.replica, batches, placed.model, stepper, optimizer, checkpointer)
+    return Run(flags, device, tokens, loader.replica, batches, placed.model, stepper, optimizer, step, checkpointer)
 
 
 def check_alike(flags: Namespace) -> None:
@@ -129,14 +136,28 @@ def fit_vocabulary(flags: Namespace, vocabulary_size: int) -> command_line.Llama
     return flags.sizes
 
 
-def make_optimizer(model: Llama, *, uses_kernels: bool) -> torch.optim.Optimizer:
+def make_step(stepper: Stepper, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], Tensor]:
+    """All that is computed for one batch."""
+
+    def step(batch: Tensor) -> Tensor:
+        loss = stepper.train(batch)
+        stepper.clip(MAX_GRADIENT_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def make_optimizer(model: Llama, *, uses_kernels: bool, is_captured: bool) -> torch.optim.Optimizer:
     """AdamW that decays matrices, but no gains of norms."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     gains = [parameter for parameter in model.parameters() if parameter.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}]
     if uses_kernels:
         return kernels.AdamW(groups, betas=(0.9, 0.95))
-    return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+    # What a graph has in it can't be a number of the host.
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True, capturable=is_captured)
 
 
 def learning_rate(step: int, num_steps: int, highest: float) -> float:
@@ -150,12 +171,14 @@ def learning_rate(step: int, num_steps: int, highest: float) -> float:
 def train_step(run: Run, rate: float) -> float:
     """One step of all ranks on the next rows; returns their mean loss."""
     for group in run.optimizer.param_groups:
-        group["lr"] = rate
-    loss = run.stepper.train(next(run.batches))
-    run.stepper.clip(MAX_GRADIENT_NORM)
-    run.optimizer.step()
-    run.optimizer.zero_grad()
-    return mean_loss(loss, run.flags.mesh)
+        if group.get("capturable"):
+            # A resumed run may have the number of another that was not captured.
+            if not isinstance(group["lr"], Tensor):
+                group["lr"] = torch.tensor(rate, device=run.device)
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+    return mean_loss(run.step(next(run.batches)), run.flags.mesh)
 
 
 def evaluate(run: Run) -> float:
@@ -292,6 +315,7 @@ def describe(run: Run) -> dict[str, str]:
     unit = f"{tokens.tokenizer.unit}s"
     device_name = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else "CPU"
     ways = [name for name in ("kernels", "recompute", "compile") if getattr(flags, name)]
+    ways += ["captured"] * isinstance(run.step, CapturedStep)
     return {
         "text": f"{tokens.name}, {tokens.num_files} files",
         unit: f"{short(tokens.training.size)} to train on, {short(tokens.held_out.size)} held out",

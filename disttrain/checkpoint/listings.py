@@ -7,7 +7,7 @@ from typing import Any
 
 from disttrain.checkpoint.format.manifest import MANIFEST, Manifest
 from disttrain.checkpoint.format.reading import read_manifest
-from disttrain.checkpoint.format.verifying import all_chunks
+from disttrain.checkpoint.format.rules import listed_chunks
 from disttrain.checkpoint.storage.base import HOLD_SUFFIX, Storage
 from disttrain.checkpoint.storage.folders import CLAIM, TEMPORARY
 from disttrain.console import size_text, table
@@ -20,13 +20,13 @@ def described_save(manifest: Manifest) -> dict[str, Any]:
         "save_id": manifest.save_id,
         "made_by": manifest.made_by,
         "world_size": manifest.world_size,
-        "num_bytes": sum(chunk.num_bytes for _, chunk in all_chunks(manifest)),
+        "num_bytes": data_bytes(manifest),
         "files": {name: file.num_bytes for name, file in manifest.files.items()},
         "tensors": {
             name: {
                 "shape": list(tensor.shape),
                 "dtype": tensor.dtype,
-                "num_bytes": sum(chunk.num_bytes for chunk in tensor.chunks),
+                "num_bytes": tensor.num_bytes,
                 "num_chunks": len(tensor.chunks),
             }
             for name, tensor in manifest.tensors.items()
@@ -37,6 +37,24 @@ def described_save(manifest: Manifest) -> dict[str, Any]:
             name: {str(rank): chunk.num_bytes for rank, chunk in chunks.items()}
             for name, chunks in manifest.per_rank.items()
         },
+    }
+
+
+def data_bytes(manifest: Manifest) -> int:
+    """The bytes of all tensors and values."""
+    if manifest.tables is not None:  # of our own format, whose files have nothing else but headers
+        return sum(file.num_bytes - file.header_bytes for file in manifest.files.values())
+    return sum(chunk.num_bytes for _, chunk in listed_chunks(manifest))
+
+
+def summary(manifest: Manifest) -> dict[str, Any]:
+    """A save in a few values, for which no table is read."""
+    return {
+        "save_id": manifest.save_id,
+        "made_by": manifest.made_by,
+        "world_size": manifest.world_size,
+        "num_bytes": data_bytes(manifest),
+        "num_tensors": len(manifest.tensors),
     }
 
 
@@ -74,12 +92,9 @@ def described_folder(storage: Storage, folder: Path) -> dict[str, Any]:
             unfinished += [] if name.endswith(HOLD_SUFFIX) or CLAIM.fullmatch(name) else [name]
         elif MANIFEST in storage.names(folder / name):
             try:
-                described = described_save(read_manifest(storage, folder / name))
+                saves[name] = summary(read_manifest(storage, folder / name))
             except CheckpointError as error:
                 saves[name] = {"problem": error.problem}
-            else:
-                saves[name] = {key: described[key] for key in ("save_id", "made_by", "world_size", "num_bytes")}
-                saves[name]["num_tensors"] = len(described["tensors"])
     return {"saves": saves, "unfinished": unfinished}
 
 

@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _examine_all(world: World, *, measures_links: bool) -> tuple[Findings | None, Links | None]:
     """The findings of all ranks, and the links where rank 0 asks for them, on rank 0."""
     store = PrefixStore("doctor", world.store)
-    served = store.clone()
+    served = store.listener()
     if world.rank == 0:
         threading.Thread(target=serve_clock, args=[served], daemon=True).start()
     _put(store, f"seen/{world.rank}", _seen(world, store))

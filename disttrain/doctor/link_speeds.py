@@ -67,7 +67,7 @@ def _latency_s(group: ProcessGroup) -> float | None:
     """One way; None where the two cannot talk."""
     device = group.world.device
     message = torch.zeros(SMALL_BYTES, dtype=torch.uint8, device=device)
-    other = group.ranks[1 - group.group_rank]
+    other = group.members[1 - group.group_rank]
 
     def to_and_fro() -> None:
         for turn in (send, recv) if group.group_rank == 0 else (recv, send):

@@ -57,7 +57,7 @@ def _attempt(group: ProcessGroup) -> Measured:
         barrier(group)
         this_rank, other = group.ranks if group.group_rank == 0 else reversed(group.ranks)
         small, large = torch.zeros(1, dtype=torch.uint8), torch.zeros(PAIR_BYTES, dtype=torch.uint8)
-        is_first = this_rank == group.ranks[0]
+        is_first = this_rank == group.members[0]
         latency_s = statistics.median(_to_and_fro(small, other, group, is_first) for _ in range(NUM_PINGS)) / 2
         turn_s = min(_to_and_fro(large, other, group, is_first) for _ in range(NUM_TURNS))
         return Measured(2 * PAIR_BYTES / turn_s, latency_s)

@@ -36,9 +36,10 @@ from disttrain.dtensor.views.data import data_of
 from disttrain.dtensor.views.sequences import has_places, with_places
 from disttrain.errors import ArgumentError, BackendError, LayoutError
 from disttrain.mesh import DeviceMesh
-from disttrain.process_group._torch import keep_dynamo_out
+from disttrain.process_group._torch import dispatches, keep_dynamo_out
 
 
+@dispatches
 class DTensor(Traced, AsParameter, Outside, torch.Tensor):
     """A tensor with a global shape and global values, of which this rank holds the part that its placements define.
 

@@ -51,5 +51,20 @@ class Outside:
             "Save with disttrain.checkpoint, or pickle full_tensor().",
         )
 
+    def __create_write_items__(self, fqn: str, _: Any) -> NoReturn:
+        """Answers torch.distributed.checkpoint, which asks tensors by this name what of them to write."""
+        remedy = "Save with disttrain.checkpoint.save, or in torch's format with disttrain.checkpoint.interop.save_dcp."
+        self._refuse(
+            "torch.distributed.checkpoint.save", f"it is torch's, and {fqn!r} is a DTensor of disttrain's", remedy
+        )
+
+    def __create_chunk_list__(self) -> NoReturn:
+        """As above: where to read."""
+        self._refuse(
+            "torch.distributed.checkpoint.load",
+            f"it is torch's, and is to load a DTensor of disttrain's, of shape {tuple(self._spec.shape)}",
+            "Load with disttrain.checkpoint.interop.load_dcp, which reads torch's saves.",
+        )
+
     def _refuse(self, operation: str, problem: str, remedy: str) -> NoReturn:
         raise LayoutError(operation, f"{problem}.", remedy, rank=self._spec.mesh.get_rank())

@@ -205,6 +205,10 @@ class FSDPModule:
     def obstacle_to_capture(self) -> str:
         """Why a CUDA graph of a step can't begin or end here, a whole sentence; empty where it can."""
         groups = [group for state in _states(self, recurse=False) for group in state.groups]
+        if any(group.is_offloaded for group in groups):
+            return (
+                f"{type(self).__name__} has a CPUOffloadPolicy, whose optimizer steps on the CPU: no graph can hold it."
+            )
         if any(group.has_unreduced or any(param.has_grad for param in group.params) for group in groups):
             return (
                 f"{type(self).__name__} has gradients that are not reduced yet, which the next replay would not add to."

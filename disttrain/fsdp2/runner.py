@@ -66,7 +66,7 @@ def _settle(command: do.Settle, comm: Comm) -> None:
     comm.several_grads.call_hooks()
     comm.release_gathered()
     for group in command.groups:
-        _memory(group).cast_shards = None
+        _memory(group).drop_cast()
 
 
 _HANDLERS: dict[type[do.Command], Callable[[Any, Any], None]] = {

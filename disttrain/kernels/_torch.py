@@ -60,6 +60,13 @@ def version_of(tensor: torch.Tensor, local: torch.Tensor) -> tuple[int, ...]:
     return local.data_ptr(), local._version, tensor._version
 
 
+def count_up(counts: Sequence[torch.Tensor]) -> list[int]:
+    """Adds one to each number on the CPU, and returns them all."""
+    if counts:
+        torch._foreach_add_(list(counts), 1)
+    return [int(count.item()) for count in counts]
+
+
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy, and cast, each source to its target, in few kernels."""
     torch._foreach_copy_(list(targets), list(sources))
@@ -90,15 +97,19 @@ def traced(kernel: Any) -> Any:
     return torch.library.wrap_triton(kernel) if _IS_TRACED.get() else kernel
 
 
+def is_traced() -> bool:
+    """True while an operator is traced into a graph, with its own launches."""
+    return _IS_TRACED.get()
+
+
 def trace_in_place_of(
     op: Any, run: Callable[..., Any], is_seen: Callable[[tuple[Any, ...]], bool], library: Any
 ) -> None:
     """Have AOTAutograd trace `run` in place of `op` for arguments that are `is_seen`."""
-    # Loads the compiler's modules.
-    from torch._subclasses import FakeTensor
-    from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+    # Loads modules of the compiler.
+    from torch._subclasses import FakeTensor, functional_tensor
 
-    plain = {torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor}
+    plain = {torch.Tensor, torch.nn.Parameter, FakeTensor, functional_tensor.FunctionalTensor}
 
     def decompose(mode: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if not plain.issuperset(types):
@@ -108,7 +119,7 @@ def trace_in_place_of(
         with mode, _traced_launches():
             return run(*args)
 
-    torch.library.register_torch_dispatch(op, FunctionalTensorMode, decompose, lib=library)
+    torch.library.register_torch_dispatch(op, functional_tensor.FunctionalTensorMode, decompose, lib=library)
 
 
 @contextmanager
@@ -170,6 +181,12 @@ def scaled_mm(
 def stamp_of(tensor: torch.Tensor) -> list[int]:
     """Another one when torch's operators have written to the tensor; -1 where nobody counts."""
     return [tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version]
+
+
+def keep_busy(duration_s: float) -> None:
+    """Has the current GPU wait about so long before what it is given next."""
+    # By cycles, of which GPUs that multiply float8 have about 1.7e9 a second.
+    torch.cuda._sleep(int(1.7e9 * duration_s))
 
 
 def pack24(matrix: torch.Tensor) -> torch.Tensor:

@@ -6,25 +6,40 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 
 from disttrain.errors import BackendError
-from disttrain.kernels._torch import as_constant
+from disttrain.kernels._torch import as_constant, is_traced
 from disttrain.settings import KERNELS, TRITON_INTERPRET
 
 T = TypeVar("T")
 
+_FEW_ELEMENTS: Final = 1 << 22
+"""Of a tensor that a GPU reads and writes in less than it takes to launch a kernel twice, for which a graph is better
+off with operators that its compiler fuses with those around them."""
 
-def choose(operation: str, tensor: torch.Tensor, obstacle: str, reference: T, load_kernels: Callable[[], T]) -> T:
+
+def choose(
+    operation: str,
+    tensor: torch.Tensor,
+    obstacle: str,
+    reference: T,
+    load_kernels: Callable[[], T],
+    *,
+    is_fused_when_traced: bool = False,
+) -> T:
     """The module with Triton's kernels for what is on `tensor`'s device, or `reference`, which has the same functions.
 
     Args:   obstacle  why the kernels don't take these arguments, a whole sentence; empty where they do.
+            is_fused_when_traced  the reference serves a small `tensor` in graphs that are traced for a compiler.
     Raises: BackendError where the setting DISTTRAIN_KERNELS is "triton" and they can't be used.
     """
     wish = KERNELS.read()
     if wish == "reference" or not tensor.numel() or not (tensor.is_cuda or TRITON_INTERPRET.read()):
+        return reference
+    if wish != "triton" and is_fused_when_traced and is_traced() and tensor.numel() <= _FEW_ELEMENTS:
         return reference
     reason = obstacle or _obstacle_of(tensor)
     if not reason:

@@ -34,6 +34,21 @@ def table_of(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tenso
     return table.to(device, non_blocking=True)
 
 
+def kept_table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> torch.Tensor:
+    """The rows on the device, copied there again only for other rows or another stream."""
+    if device.type != "cuda":
+        return table_of(rows, device)
+    if torch.cuda.is_current_stream_capturing():
+        # The graph would read a table that others have pushed out of here since.
+        return table_of(rows, device)
+    return _kept(rows, device, torch.cuda.current_stream(device).cuda_stream)
+
+
+@lru_cache(maxsize=1024)
+def _kept(rows: tuple[tuple[int, ...], ...], device: torch.device, stream: int) -> torch.Tensor:
+    return table_of(rows, device)
+
+
 def are_aligned(tensors: Iterable[torch.Tensor], addresses: Iterable[Sequence[int]]) -> bool:
     """True if threads may read so many bytes at once of all of them."""
     sizes = (tensor.numel() for tensor in tensors)

@@ -5,25 +5,28 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 from weakref import WeakValueDictionary
-
-import torch
 
 from disttrain.errors import MeshError
 from disttrain.mesh._torch import GraphConstant, hold_in_graphs
+from disttrain.mesh.given import grid_of, layout_of
 from disttrain.mesh.groups import given_groups
 from disttrain.mesh.layout import MeshLayout
 from disttrain.process_group import ProcessGroup, World, current_world, init_process_group, is_initialized
+from disttrain.process_group.beside.torch_callers import NotForTorch, check_caller
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_MAX_SHOWN: Final = 64
+"""Ranks up to which a mesh shows each of its ranks."""
 
 Override = Mapping[str | int, str | tuple[str, object]]
 """By an axis's name or index: the transports of its groups, such as "gloo", with their options or without."""
 
 
-class DeviceMesh(GraphConstant):
+class DeviceMesh(NotForTorch, GraphConstant):
     """A grid of ranks that compute on `device_type`. Made by `init_device_mesh`, or from explicit ranks.
 
     Making one costs no communication, since its groups connect when they are first used. Meshes whose axes have the
@@ -39,10 +42,7 @@ class DeviceMesh(GraphConstant):
         *,
         mesh_dim_names: Sequence[str] | None = None,
     ) -> None:
-        grid = torch.as_tensor(mesh, dtype=torch.int64, device="cpu")
-        names = None if mesh_dim_names is None else tuple(mesh_dim_names)
-        ranks = tuple(int(rank) for rank in grid.flatten().tolist())
-        self._set(_world(), device_type, MeshLayout(ranks, tuple(grid.shape), names), None)
+        self._set(_world(), device_type, layout_of(mesh, mesh_dim_names), None)
 
     @classmethod
     def from_group(
@@ -63,14 +63,13 @@ class DeviceMesh(GraphConstant):
         if len(groups) > 1 and (mesh is None or mesh_dim_names is None):
             problem, rank = f"of {len(groups)} groups it is not said how they lie.", world.rank
             raise MeshError("DeviceMesh.from_group", problem, "Give mesh and mesh_dim_names.", rank=rank)
-        grid = torch.as_tensor(groups[0].ranks if mesh is None else mesh, dtype=torch.int64, device="cpu")
-        names = None if mesh_dim_names is None else tuple(mesh_dim_names)
-        layout = MeshLayout(tuple(grid.flatten().tolist()), tuple(grid.shape), names)
-        rows = [axis_group.ranks for axis_group in groups]
-        if world.rank not in layout.ranks or rows != [layout.along(world.rank, [n]).ranks for n in range(grid.ndim)]:
+        layout = layout_of(groups[0].members if mesh is None else mesh, mesh_dim_names)
+        rows = [axis_group.members for axis_group in groups]
+        is_here = world.rank in layout.members
+        if not is_here or rows != [layout.along(world.rank, [axis]).members for axis in range(len(layout.shape))]:
             raise MeshError(
                 "DeviceMesh.from_group",
-                f"mesh {grid.tolist()} has other rows than the groups' {[*map(list, rows)]}.",
+                f"mesh {grid_of(layout).tolist()} has other rows than the groups' {[*map(list, rows)]}.",
                 "Give a mesh whose axes, through this rank, have the groups' ranks.",
                 rank=world.rank,
             )
@@ -85,8 +84,8 @@ class DeviceMesh(GraphConstant):
         return mesh
 
     def _set(self, world: World, device_type: str, layout: MeshLayout, root: DeviceMesh | None) -> None:
-        outside = [rank for rank in layout.ranks if not 0 <= rank < world.world_size]
-        if outside:
+        if not 0 <= layout.members.lowest <= layout.members.highest < world.world_size:
+            outside = [rank for rank in layout.members if not 0 <= rank < world.world_size]
             raise MeshError(
                 "DeviceMesh",
                 f"ranks {outside} are outside the job's {world.world_size} ranks.",
@@ -116,7 +115,7 @@ class DeviceMesh(GraphConstant):
     @property
     def mesh(self) -> Tensor:
         """The ranks as an int64 tensor of the mesh's shape."""
-        return torch.tensor(self.layout.ranks, dtype=torch.int64).view(self.layout.shape)
+        return grid_of(self.layout)
 
     def size(self, mesh_dim: int | None = None) -> int:
         """Number of ranks on the mesh, or along one axis."""
@@ -128,6 +127,7 @@ class DeviceMesh(GraphConstant):
 
     def get_coordinate(self) -> tuple[int, ...] | None:
         """The position of this process along each axis; None when it is not on the mesh."""
+        check_caller("mesh")
         return self._coordinate
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
@@ -138,6 +138,7 @@ class DeviceMesh(GraphConstant):
 
     def get_group(self, mesh_dim: int | str | None = None) -> ProcessGroup:
         """The process group along an axis, or a flattened one, through this rank; the only axis may be left out."""
+        check_caller("mesh")
         if self._is_flattened(mesh_dim):
             return self.root.group_along(self.root._flattened[str(mesh_dim)])
         axis = self._one_axis("get_group", mesh_dim)
@@ -169,7 +170,7 @@ class DeviceMesh(GraphConstant):
         self._position("mesh[...]")
         layout = self.layout.along(self.world.rank, axes)
         if is_flat:
-            layout = MeshLayout(layout.ranks, tuple(self._size_of(part) for part in parts), names)
+            layout = MeshLayout(layout.members, tuple(self._size_of(part) for part in parts), names)
         made = DeviceMesh._of(self.world, self.device_type, layout, self.root)
         # The same groups, which may have been given by the user.
         made._groups = tuple(
@@ -246,9 +247,9 @@ class DeviceMesh(GraphConstant):
             if set(joined) <= set(root.mesh_dim_names or ()) and (root[names], root[other_names]) == (self, other):
                 return root[joined]
         same_place = (self.world, self.device_type) == (other.world, other.device_type)
-        if not same_place or self.root.layout.ranks != other.root.layout.ranks:
+        if not same_place or self.root.layout.members != other.root.layout.members:
             return None
-        layout = self.layout.joined(other.layout, self.world.rank, self.root.layout.ranks)
+        layout = self.layout.joined(other.layout, self.world.rank, self.root.layout.members)
         if layout is None:
             return None
         made = DeviceMesh._of(self.world, self.device_type, layout, None)
@@ -269,7 +270,7 @@ class DeviceMesh(GraphConstant):
             backend, options = (wanted, None) if isinstance(wanted, str) else wanted
             if not self._groups:
                 continue
-            group = self.world.new_group(self._groups[axis].ranks, backend=backend, options=options)
+            group = self.world.new_group(self._groups[axis].members, backend=backend, options=options)
             assert isinstance(group, ProcessGroup)  # its ranks are those through this one
             self._groups = (*self._groups[:axis], group, *self._groups[axis + 1 :])
         return self
@@ -314,10 +315,12 @@ class DeviceMesh(GraphConstant):
         return _IN_GRAPHS[number]
 
     def __repr__(self) -> str:
-        return f"DeviceMesh({self.device_type}, {self.layout}, ranks {list(self.layout.ranks)})"
+        members = self.layout.members
+        ranks = members.text if len(members) > _MAX_SHOWN else list(members)
+        return f"DeviceMesh({self.device_type}, {self.layout}, ranks {ranks})"
 
     def _group_of(self, layout: MeshLayout, axes: Sequence[int]) -> ProcessGroup:
-        group = self.world.shared_group(layout.along(self.world.rank, axes).ranks)
+        group = self.world.shared_group(layout.along(self.world.rank, axes).members)
         if layout.axis_names is not None and not group.axis_name:
             group.axis_name = "+".join(layout.axis_names[axis] for axis in axes)
         return group
@@ -346,18 +349,8 @@ DeviceMesh.get_group._dynamo_marked_constant = True  # type: ignore[attr-defined
 hold_in_graphs(
     DeviceMesh,
     [
-        "__eq__",
-        "__getitem__",
-        "_layout",
-        "_sym_get_coordinate",
-        "device_type",
-        "get_coordinate",
-        "get_local_rank",
-        "get_rank",
-        "mesh_dim_names",
-        "ndim",
-        "shape",
-        "size",
+        *("__eq__", "__getitem__", "_layout", "_sym_get_coordinate", "device_type", "get_coordinate"),
+        *("get_local_rank", "get_rank", "mesh_dim_names", "ndim", "shape", "size"),
     ],
 )
 
@@ -390,7 +383,7 @@ def init_device_mesh(
             "Change the shape, or give DeviceMesh the ranks of a part of the job.",
             rank=world.rank,
         )
-    layout = MeshLayout(tuple(range(world.world_size)), shape, names)
+    layout = MeshLayout(range(world.world_size), shape, names)
     return DeviceMesh._of(world, device_type, layout, None)._with_backends(backend_override)
 
 

@@ -2,70 +2,100 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from functools import cached_property
 
 from disttrain.errors import MeshError
+from disttrain.ranks import Loop, Ranks, cut_loops, joined_loops
 
 
-@dataclass(frozen=True)
 class MeshLayout:
-    """Ranks arranged in a grid: `ranks` in row-major order of `shape`, one name per axis or none at all."""
+    """Ranks arranged in a grid: `ranks` in row-major order of `shape`, one name per axis or none at all. Immutable.
 
-    ranks: tuple[int, ...]
-    shape: tuple[int, ...]
-    axis_names: tuple[str, ...] | None = None
+    `members` are the ranks by their rule, which all here goes by; `ranks` lists them, once it is asked for.
+    """
 
-    def __post_init__(self) -> None:
-        if not self.shape or any(size < 1 for size in self.shape) or math.prod(self.shape) != len(self.ranks):
+    def __init__(self, ranks: Iterable[int], shape: tuple[int, ...], axis_names: tuple[str, ...] | None = None) -> None:
+        self.members = Ranks.of(ranks)
+        self.shape = shape
+        self.axis_names = axis_names
+        if not shape or any(size < 1 for size in shape) or math.prod(shape) != len(self.members):
             raise MeshError(
                 "mesh",
-                f"{len(self.ranks)} ranks don't fill shape {self.shape}.",
+                f"{len(self.members)} ranks don't fill shape {shape}.",
                 "Give positive sizes that multiply to it.",
             )
-        if len(set(self.ranks)) != len(self.ranks):
-            raise MeshError("mesh", f"ranks {list(self.ranks)} repeat.", "Place each rank once.")
-        names = self.axis_names
-        if names is not None and (len(names) != len(self.shape) or len(set(names)) != len(names)):
+        if self.members.repeats:
+            raise MeshError("mesh", f"ranks {list(self.members)} repeat.", "Place each rank once.")
+        if axis_names is not None and (len(axis_names) != len(shape) or len(set(axis_names)) != len(axis_names)):
             raise MeshError(
-                "mesh", f"axis names {names} don't fit shape {self.shape}.", "Give each axis one name of its own."
+                "mesh", f"axis names {axis_names} don't fit shape {shape}.", "Give each axis one name of its own."
             )
+        self._hash = hash((self.members, shape, axis_names))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, MeshLayout):
+            return NotImplemented
+        return (self.members, self.shape, self.axis_names) == (other.members, other.shape, other.axis_names)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return f"MeshLayout({self.members!r}, {self.shape}, {self.axis_names})"
 
     @cached_property
-    def _index(self) -> dict[int, int]:
-        return {rank: index for index, rank in enumerate(self.ranks)}
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks, in row-major order."""
+        return self.members.listed
 
     @cached_property
     def _strides(self) -> tuple[int, ...]:
         return tuple(math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
 
+    @cached_property
+    def _loops(self) -> list[list[Loop]] | None:
+        """The loops of each axis; None where the ranks have no rule that goes by axes."""
+        return None if self.members.loops is None else cut_loops(self.members.loops, self.shape)
+
+    @cached_property
+    def _slices(self) -> dict[tuple[int, tuple[int, ...]], MeshLayout]:
+        return {}
+
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
         """The coordinate of `rank`, or None when it is not on the mesh."""
-        index = self._index.get(rank)
+        index = self.members.position(rank)
         if index is None:
             return None
         return tuple(index // stride % size for stride, size in zip(self._strides, self.shape, strict=True))
 
     def along(self, rank: int, axes: Sequence[int]) -> MeshLayout:
         """The sub-mesh through `rank` that spans the given axes, in that order."""
+        key = rank, (*axes,)
+        slice_ = self._slices.get(key)
+        if slice_ is None:
+            slice_ = self._slices[key] = self._along(rank, key[1])
+        return slice_
+
+    def _along(self, rank: int, axes: tuple[int, ...]) -> MeshLayout:
         coordinate = self.coordinate(rank)
         if coordinate is None:
             raise MeshError("mesh", f"rank {rank} is not on it.", "Ask on ranks of the mesh only.", rank=rank)
-        origin = sum(
+        names = None if self.axis_names is None else tuple(self.axis_names[axis] for axis in axes)
+        first = sum(
             position * stride
             for axis, (position, stride) in enumerate(zip(coordinate, self._strides, strict=True))
             if axis not in axes
         )
-        offsets = [0]
-        for axis in axes:
-            offsets = [offset + step * self._strides[axis] for offset in offsets for step in range(self.shape[axis])]
-        names = None if self.axis_names is None else tuple(self.axis_names[axis] for axis in axes)
-        return MeshLayout(
-            tuple(self.ranks[origin + offset] for offset in offsets), tuple(self.shape[axis] for axis in axes), names
-        )
+        if self._loops is not None:
+            loops = itertools.chain.from_iterable(self._loops[axis] for axis in axes)
+            members = Ranks.grid(self.members[first], loops)
+        else:
+            members = self.members.at(Ranks.grid(first, [(self.shape[axis], self._strides[axis]) for axis in axes]))
+        return MeshLayout(members, tuple(self.shape[axis] for axis in axes), names)
 
     def unfolded(self, axis: int, sizes: Sequence[int], names: Sequence[str]) -> MeshLayout:
         """One axis cut into several, the last of which goes over neighbours. Raises MeshError where they don't fit."""
@@ -79,42 +109,38 @@ class MeshLayout:
             raise MeshError("mesh", f"the other axes of {self} have no names.", "Name all with mesh_dim_names.")
         axis_names = self.axis_names or ("",)
         return MeshLayout(
-            self.ranks,
+            self.members,
             (*self.shape[:axis], *sizes, *self.shape[axis + 1 :]),
             (*axis_names[:axis], *names, *axis_names[axis + 1 :]),
         )
 
-    def joined(self, other: MeshLayout, rank: int, order: Sequence[int]) -> MeshLayout | None:
+    def joined(self, other: MeshLayout, rank: int, order: Ranks) -> MeshLayout | None:
         """The mesh through `rank` of this one's axes and then `other`'s; None where there is no such grid.
 
         `order` are the job's ranks in the order in which both count in equal steps, as slices and cuts of one grid do.
         """
-        position = {rank: index for index, rank in enumerate(order)}
-        steps, others = self._steps(position, rank), other._steps(position, rank)
+        steps, others = self._steps(order, rank), other._steps(order, rank)
         if steps is None or others is None or self.axis_names is None or other.axis_names is None:
             return None
-        ranks = [position[self.ranks[0]] + position[other.ranks[0]] - position[rank]]
-        for step, size in zip((*steps, *others), (*self.shape, *other.shape), strict=True):
-            ranks = [first + step * index for first in ranks for index in range(size)]
+        firsts = [order.position(layout.members[0]) for layout in (self, other)]
+        first = sum(position for position in firsts if position is not None) - (order.position(rank) or 0)
+        places = Ranks.grid(first, zip((*self.shape, *other.shape), (*steps, *others), strict=True))
         names = (*self.axis_names, *other.axis_names)
-        is_grid = len(set(ranks)) == len(ranks) and 0 <= min(ranks) <= max(ranks) < len(order)
+        is_grid = not places.repeats and 0 <= places.lowest <= places.highest < len(order)
         if not is_grid or len(set(names)) != len(names):
             return None
-        return MeshLayout(tuple(order[rank] for rank in ranks), (*self.shape, *other.shape), names)
+        return MeshLayout(order.at(places), (*self.shape, *other.shape), names)
 
-    def _steps(self, position: dict[int, int], rank: int) -> tuple[int, ...] | None:
-        """The distance of neighbours along each axis in `position`; None where that changes, or without `rank`."""
-        if rank not in self._index or not set(self.ranks) <= position.keys():
+    def _steps(self, order: Ranks, rank: int) -> tuple[int, ...] | None:
+        """The distance of neighbours along each axis in `order`; None where that changes, or without `rank`."""
+        places = order.positions(self.members) if rank in self.members else None
+        loops = None if places is None or places.loops is None else cut_loops(places.loops, self.shape)
+        if loops is None:
             return None
-        positions = [position[rank] for rank in self.ranks]
-        steps = tuple(
-            positions[stride] - positions[0] if size > 1 else 0
-            for stride, size in zip(self._strides, self.shape, strict=True)
-        )
-        expected = [positions[0]]
-        for step, size in zip(steps, self.shape, strict=True):
-            expected = [first + step * index for first in expected for index in range(size)]
-        return steps if positions == expected else None
+        joined = [joined_loops(axis) for axis in loops]
+        if any(len(axis) > 1 for axis in joined):
+            return None
+        return tuple(axis[0][1] if axis else 0 for axis in joined)
 
     def axis(self, name_or_index: str | int) -> int:
         """The index of an axis, by its name or (maybe negative) index. Raises MeshError when there is none."""

@@ -55,6 +55,7 @@ def command_of(job: Job, choice: Choice, model: str) -> str:
     words += ["--microbatches", str(choice.num_microbatches)]
     if choice.schedule is not None:
         words += ["--schedule", choice.schedule]
+        words += ["--stages-per-rank", str(choice.stages_per_rank)] if choice.stages_per_rank else []
     words += ["--dtype", "bf16"]
     for name, is_on in (
         ("kernels", job.has_kernels),

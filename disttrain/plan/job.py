@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 
 from disttrain.errors import SettingError
 from disttrain.plan.model.sizes import LlamaSizes
@@ -70,6 +71,14 @@ class Job:
         if self.uses_float8 and not self.hardware.float8_flops:
             raise SettingError("plan", f"{self.hardware.name} has no float8.", "Leave --float8 out.")
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Kept, since what is known of a job's choices is found by the job, again and again."""
+        return hash(tuple(getattr(self, each.name) for each in fields(self)))
+
     @property
     def num_tokens(self) -> int:
         return self.num_sequences * self.seq_size
@@ -80,7 +89,7 @@ class Job:
         return self.memory_share * self.hardware.memory_gib * 2**30
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class MeshSizes:
     """Ranks along each axis, in the order of `AXES`."""
 
@@ -122,7 +131,8 @@ class Choice:
 
     Args: microbatch_size  sequences, of which each rank takes num_microbatches in a step;  schedule  None without a
           pipeline;  recomputes  activation checkpoints around blocks;  is_compiled  blocks;  reduces_each  gradients
-          after each microbatch, where there is no pipeline: its schedule reduces once.
+          after each microbatch, where there is no pipeline: its schedule reduces once;  stages_per_rank  of the
+          pipeline; None: as many as the schedule has where nobody says.
     """
 
     mesh: MeshSizes
@@ -132,6 +142,19 @@ class Choice:
     recomputes: bool = False
     is_compiled: bool = False
     reduces_each: bool = False
+    stages_per_rank: int | None = None
+
+    @property
+    def pipeline(self) -> tuple[str, int, int | None]:
+        """The schedule, the ranks of the pipeline, and the stages of each."""
+        assert self.schedule is not None
+        return self.schedule, self.mesh.pp, self.stages_per_rank
+
+    @property
+    def schedule_words(self) -> str:
+        """The schedule, and how many stages a rank has where that is not what it has by itself."""
+        stages = f"/{self.stages_per_rank}" if self.stages_per_rank else ""
+        return f"{self.schedule}{stages}" if self.schedule else "-"
 
     @property
     def num_reductions(self) -> int:
@@ -147,7 +170,7 @@ class Choice:
     def __str__(self) -> str:
         words = [str(self.mesh)]
         if self.schedule:
-            words.append(self.schedule)
+            words.append(self.schedule_words)
         words.append(f"{self.num_microbatches} x {self.microbatch_size}")
         words += ["recompute"] * self.recomputes + ["compiled"] * self.is_compiled
         words += ["reduce each"] * self.reduces_each

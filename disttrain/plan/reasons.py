@@ -59,7 +59,7 @@ def _next_steps(choice: Choice) -> Iterator[tuple[str, Choice]]:
         )
         yield "With microbatches twice as large", larger
     if choice.schedule not in (None, "ZBVZeroBubble"):
-        yield "With ZBVZeroBubble", replace(choice, schedule="ZBVZeroBubble", is_compiled=False)
+        yield "With ZBVZeroBubble", replace(choice, schedule="ZBVZeroBubble", is_compiled=False, stages_per_rank=None)
 
 
 def why_not_first(plan: Plan, first: Plan) -> str:

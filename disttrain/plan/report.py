@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -15,6 +16,7 @@ from disttrain.plan.search import Misfit, Plan, Plans
 from disttrain.plan.time.traffic import Traffic
 
 _INDENT = "  "
+_NUMBER = re.compile(r"\d+")
 
 
 def as_text(plans: Plans, model: str) -> str:
@@ -29,10 +31,12 @@ def as_text(plans: Plans, model: str) -> str:
         blocks.append(_details(plans.job, first))
         without = f" (the example has no flag for {' and '.join(unsaid(plans.job))})" if unsaid(plans.job) else ""
         blocks.append(_listed(f"to run it{without}:", steps_to_run(plans.job, first.choice, model)))
+    if plans.why_nothing:
+        blocks.append(_listed("why not, and what would fit:", plans.why_nothing))
     if plans.misfits:
         blocks.append(_listed("what does not fit, at its leanest:", map(_misfit, plans.misfits)))
     if plans.refused:
-        counted = (f"{rule}: {count} {'mesh' if count == 1 else 'meshes'}" for rule, count in plans.refused.items())
+        counted = (f"{rule}: {count} {'mesh' if count == 1 else 'meshes'}" for rule, count in _alike(plans.refused))
         blocks.append(_listed("what cannot be:", counted))
     return "\n\n".join(blocks)
 
@@ -79,7 +83,7 @@ def _row(number: int, plan: Plan, job: Job) -> tuple[str, ...]:
     return (
         str(number),
         str(choice.mesh),
-        choice.schedule or "-",
+        choice.schedule_words,
         f"{choice.num_microbatches} x {choice.microbatch_size}",
         "+".join(name for name, is_on in extras.items() if is_on) or "-",
         _gib(plan.memory.total_bytes),
@@ -143,6 +147,18 @@ def _misfit(misfit: Misfit) -> str:
     return f"{plan.choice}: {plan.memory.total_bytes / 2**30:.1f} GiB ({most}). It would fit with {remedies}."
 
 
+def _alike(refused: dict[str, int]) -> Iterator[tuple[str, int]]:
+    """Rules of one form as one, with the least and the greatest of the numbers that differ."""
+    forms: dict[str, list[tuple[list[int], int]]] = {}
+    for rule, count in refused.items():
+        numbers = [int(number) for number in _NUMBER.findall(rule)]
+        forms.setdefault(_NUMBER.sub("{}", rule), []).append((numbers, count))
+    for form, rules in forms.items():
+        spans = [(min(column), max(column)) for column in zip(*(numbers for numbers, _ in rules), strict=True)]
+        words = (str(low) if low == high else f"{low} to {high}" for low, high in spans)
+        yield form.format(*words), sum(count for _, count in rules)
+
+
 def _listed(title: str, lines: Iterable[str]) -> str:
     return "\n".join([title, *(_INDENT + line for line in lines)])
 
@@ -157,6 +173,7 @@ def as_json(plans: Plans, model: str) -> dict[str, Any]:
             {**_plan(job, misfit.plan, model), "would_fit_with": list(misfit.remedies)} for misfit in plans.misfits
         ],
         "refused": plans.refused,
+        "why_nothing": list(plans.why_nothing),
     }
 
 

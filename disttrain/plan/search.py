@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 
 from disttrain.errors import ScheduleError
 from disttrain.plan.job import Choice, Job, MeshSizes, meshes, why_not
-from disttrain.plan.model.memory import Memory, memory_of, resting_bytes
+from disttrain.plan.model.memory import Memory, has_room, memory_of, resting_bytes
+from disttrain.plan.model.parts import has_any_stages
+from disttrain.plan.remedies import why_nothing
 from disttrain.plan.time.times import Times, likely_s, times_of
 from disttrain.plan.time.traffic import Traffic, traffic_of
 
@@ -24,6 +26,10 @@ EAGER_SCHEDULES = frozenset({"ZBVZeroBubble", "V-Half", "V-Min", "ZB-H1", "ZB-H2
 MOST_PIPELINE_RANKS = 16
 MOST_SEQUENCES = 16
 """In a microbatch; with more nothing is faster."""
+MOST_STAGES = 8
+"""Of each rank, in the search; with more, messages take what the bubble loses."""
+_WORTH_MORE_STAGES = 0.01
+"""Of a step: what a pipeline of two stages a rank waits at least, where more are looked at."""
 _MOST_FACTOR = 16
 _FEWEST_TOKENS = 512
 
@@ -60,13 +66,14 @@ class Misfit:
 @dataclass(frozen=True)
 class Plans:
     """The answer: `plans` best first, `misfits` by how little they lack, `refused` rules with how many meshes break
-    them."""
+    them; where there is no plan, the cause and remedies in words."""
 
     job: Job
     plans: tuple[Plan, ...]
     misfits: tuple[Misfit, ...]
     refused: dict[str, int]
     num_choices: int
+    why_nothing: tuple[str, ...] = ()
 
 
 def plan_of(job: Job, choice: Choice) -> Plan:
@@ -94,8 +101,13 @@ def find_plans(
                 bounded.append((least_s, len(bounded), choice, False))
     num_choices = len(bounded)
     plans = _best(job, bounded, num_plans)
-    misfits = _misfits(job, possible, schedules, num_plans) if len(plans) < len(possible) else ()
-    return Plans(job, plans, misfits, dict(refused), num_choices)
+    fitting = {(plan.choice.mesh.pp, plan.choice.mesh.tp) for plan in plans}
+    others = [candidate for candidate in possible if (candidate.pp, candidate.tp) not in fitting]
+    misfits = _misfits(job, others, schedules, num_plans)
+    why: tuple[str, ...] = ()
+    if not plans and mesh is None:
+        why = tuple(why_nothing(job, MOST_PIPELINE_RANKS, lambda asked, of: _has_room(asked, of, schedules)))
+    return Plans(job, plans, misfits, dict(refused), num_choices, why)
 
 
 def choices(job: Job, mesh: MeshSizes, schedules: Sequence[str] = SCHEDULES) -> Iterator[Choice]:
@@ -105,13 +117,37 @@ def choices(job: Job, mesh: MeshSizes, schedules: Sequence[str] = SCHEDULES) -> 
     for size in (1 << power for power in range(MOST_SEQUENCES.bit_length())):
         if num_sequences % size:
             break
-        for schedule in schedules if mesh.pp > 1 else (None,):
+        for schedule, per_rank in _pipelines(job, mesh, schedules, num_sequences // size):
             is_compiled = job.may_compile and schedule not in EAGER_SCHEDULES
             num_microbatches = num_sequences // size
             may_reduce_each = schedule is None and mesh.dp > 1 and num_microbatches > 1
             for recomputes in (False, True):
                 for reduces_each in (False, True)[: 1 + may_reduce_each]:
-                    yield Choice(mesh, size, num_microbatches, schedule, recomputes, is_compiled, reduces_each)
+                    yield Choice(
+                        mesh, size, num_microbatches, schedule, recomputes, is_compiled, reduces_each, per_rank
+                    )
+
+
+def _pipelines(
+    job: Job, mesh: MeshSizes, schedules: Sequence[str], num_microbatches: int
+) -> Iterator[tuple[str | None, int | None]]:
+    """Yields schedules with the stages of each rank, None for what they have by themselves."""
+    if mesh.pp == 1:
+        yield None, None
+        return
+    is_worth_more = mesh.pp - 1 > _WORTH_MORE_STAGES * 2 * num_microbatches
+    for schedule in schedules:
+        yield schedule, None
+        if is_worth_more and has_any_stages(schedule):
+            yield from ((schedule, number) for number in _more_stages(job.sizes.num_layers, mesh.pp))
+
+
+def _more_stages(num_layers: int, pp: int) -> tuple[int, ...]:
+    """Numbers of stages for each rank, beyond two, with which all stages but the ends can be alike: the least and the
+    most."""
+    most_blocks = -(-num_layers // pp)
+    alike = [number for number in range(3, MOST_STAGES + 1) if number * pp <= num_layers and most_blocks % number == 0]
+    return tuple(sorted({alike[0], alike[-1]})) if alike else ()
 
 
 def _least_s(job: Job, choice: Choice) -> float | None:
@@ -141,14 +177,15 @@ def _best(job: Job, bounded: list[tuple[float, int, Choice, bool]], num_plans: i
 def _fits(job: Job, choice: Choice) -> bool:
     """Not where its schedule cannot be made for so many microbatches."""
     try:
-        return memory_of(job, choice).total_bytes <= job.usable_bytes
+        return has_room(job, choice)
     except ScheduleError:
         return False
 
 
 def leanest(job: Job, mesh: MeshSizes, schedules: Sequence[str] = SCHEDULES) -> Plan | None:
     """The choice that takes least memory on a mesh; None: no schedule can be made for it."""
-    every = [choice for choice in choices(job, mesh, schedules) if choice.recomputes]
+    # More stages for each rank keep more activations.
+    every = [choice for choice in choices(job, mesh, schedules) if choice.recomputes and not choice.stages_per_rank]
     # Sums of gradients over microbatches can be more than the activations of one large microbatch.
     lean = [choice for choice in every if choice.microbatch_size == 1 or choice.schedule is None]
     by_bytes: list[tuple[int, int, Choice]] = []

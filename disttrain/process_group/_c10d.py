@@ -18,6 +18,7 @@ from torch._library.effects import EffectType
 from torch.distributed import DistStoreError, distributed_c10d
 
 from disttrain.errors import ArgumentError, StoreTimeoutError
+from disttrain.ranks import Positions, Ranks
 from disttrain.store import Store
 from disttrain.store.slices import in_slices
 
@@ -184,7 +185,7 @@ class TorchRegistration:
         self,
         group: Any,
         name: str,
-        ranks: Sequence[int],
+        ranks: Ranks,
         store: TimesOutAsTorchs,
         backends: Mapping[str, str],
         is_default: bool,
@@ -203,7 +204,7 @@ class TorchRegistration:
         world.pg_map[group] = (config if len(kinds) > 1 else next(iter(kinds)), store)
         world.pg_names[group] = name
         world.pg_backend_config[group] = config
-        world.pg_group_ranks[group] = {rank: position for position, rank in enumerate(ranks)}
+        world.pg_group_ranks[group] = Positions(ranks)
         world.pg_to_tag[group] = ""
         world.tags_to_pg.setdefault("", []).append(group)
         bindings: Any = c10d
@@ -253,9 +254,10 @@ class TorchRegistration:
             torch.distributed.destroy_process_group(self.group)
 
 
-def tell_ranks(group: Any, ranks: Sequence[int]) -> None:
+def tell_ranks(group: Any, ranks: Ranks) -> None:
     """Let torch's functions in Python, which call a group's methods, translate ranks for a group of ours itself."""
-    distributed_c10d._world.pg_group_ranks[group] = {rank: position for position, rank in enumerate(ranks)}
+    known: Any = distributed_c10d._world.pg_group_ranks
+    known[group] = Positions(ranks)
 
 
 def forget_ranks(group: Any) -> None:

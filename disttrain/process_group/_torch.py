@@ -1,14 +1,16 @@
-"""Marks functions that Dynamo must not trace, and asks whether a profiler runs."""
+"""Marks functions that Dynamo must not trace, has classes of tensors dispatch, and asks whether a profiler runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
+from torch._library import simple_registry
 
 _Result = TypeVar("_Result")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_Class = TypeVar("_Class", bound=type[torch.Tensor])
 
 profiler: Any = torch.autograd.profiler
 """Its `_is_profiler_enabled` is torch's own "useful for fast python checks": whether a profiler records this process,
@@ -46,3 +48,27 @@ def outside_graphs(function: _Function) -> _Function:
 def run_outside(function: Callable[..., _Result], *arguments: Any) -> _Result:
     """Calls `function` outside of compiled graphs, and returns its result."""
     return function(*arguments)
+
+
+_DISPATCHES: Final[dict[type, Callable[..., Any]]] = {}
+_find_rule: Final = simple_registry.find_torch_dispatch_rule
+
+
+def _find_rule_or_dispatch(op: Any, torch_dispatch_class: type) -> Callable[..., Any] | None:
+    return _find_rule(op, torch_dispatch_class) or _DISPATCHES.get(torch_dispatch_class)
+
+
+keep_dynamo_out(_find_rule_or_dispatch)
+# torch takes hold of this function at the first operator of any class that dispatches.
+simple_registry.find_torch_dispatch_rule = _find_rule_or_dispatch
+
+
+def dispatches(cls: _Class) -> _Class:
+    """Has torch find `__torch_dispatch__` of a class of tensors where it looks for rules of single operators.
+
+    Where it finds none there, torch 2.13 asks whether the tensor is one of its own DTensor, which it imports for that:
+    800 modules, sympy among them, and a second of each process.
+    """
+    dispatch: Any = cls.__torch_dispatch__
+    _DISPATCHES[cls] = dispatch.__func__
+    return cls

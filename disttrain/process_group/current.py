@@ -23,6 +23,7 @@ from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.joining import rendezvous
 from disttrain.process_group.joining.hosts import tell_host
 from disttrain.process_group.world import NON_GROUP_MEMBER, NonGroupMember, World
+from disttrain.ranks import Ranks
 from disttrain.settings import FLIGHT_RECORDER, TIMEOUT_S
 from disttrain.store import HashStore, PrefixStore, Store
 
@@ -318,7 +319,9 @@ def new_group(
     timeout_s = None if timeout is None else seconds("new_group", timeout)
     world = current_world("new_group")
     with arguments_of("new_group", world.rank, "Give the ranks as a list of numbers."):
-        members = sorted(ranks) if ranks is not None and sort_ranks else ranks
+        members = None if ranks is None else Ranks.of(ranks)
+        if members is not None and sort_ranks and not members.ascends:
+            members = Ranks.of(sorted(members))
         return world.new_group(members, timeout_s, backend, pg_options)
 
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 
@@ -23,6 +23,7 @@ from disttrain.process_group.joining.hosts import leaves_host
 from disttrain.process_group.watching.comparing import look_for_gone
 from disttrain.process_group.watching.observer import Call
 from disttrain.process_group.work import Work
+from disttrain.ranks import Ranks
 from disttrain.store import PrefixStore
 
 DROPPED_S: Final = 5.0
@@ -32,13 +33,13 @@ DROPPED_S: Final = 5.0
 class ProcessGroup:
     """Ranks that call collectives together.
 
-    Attributes: `world`; `ranks` (global ranks, in group order); `group_rank` and `group_size`; `group_name`, alike on
-    all members and derived from the ranks alone; `timeout_s`; `sequence`, the number of collectives issued so far, and
-    `last_operation`, the last one's name; `num_refused`, by sequence number, how often this rank has raised in place of
-    that collective; `waiting_in`, the collective that the host waits for, or has waited for last; `coalesced`, what was
-    called within `coalescing_manager`, None outside; `axis_name`, of the first mesh axis that it was made for, if any;
-    `spans_hosts`, once `leaves_host` has found it out;
-    `barrier_device`, where barriers run: on this rank's GPU with NCCL, so that they also wait for queued kernels.
+    Attributes: `world`; `members`, the global ranks in group order, which `ranks` lists; `group_rank` and `group_size`;
+    `group_name`, alike on all members and derived from the ranks alone; `timeout_s`; `sequence`, the number of
+    collectives issued so far, and `last_operation`, the last one's name; `num_refused`, by sequence number, how often
+    this rank has raised in place of that collective; `waiting_in`, the collective that the host waits for, or has
+    waited for last; `coalesced`, what was called within `coalescing_manager`, None outside; `axis_name`, of the first
+    mesh axis that it was made for, if any; `spans_hosts`, once `leaves_host` has found it out; `barrier_device`, where
+    barriers run: on this rank's GPU with NCCL, so that they also wait for queued kernels.
     Transports are made by the first collective on a device type, which connects the members and nobody else; those that
     have not come to it connect beside what they do (`joining/connecting.py`).
     """
@@ -47,15 +48,15 @@ class ProcessGroup:
         self,
         world: HomeWorld,
         group_name: str,
-        ranks: tuple[int, ...],
+        ranks: Ranks,
         backends: dict[str, type[Backend]],
         timeout_s: float,
         options: object | None,
     ) -> None:
         self.world = world
         self.group_name = group_name
-        self.ranks = ranks
-        self.group_rank = ranks.index(world.rank)
+        self.members = ranks
+        self.group_rank = cast(int, ranks.position(world.rank))
         self.group_size = len(ranks)
         self.timeout_s = timeout_s
         self.sequence = 0
@@ -70,7 +71,6 @@ class ProcessGroup:
         self._backend_classes = backends
         self._made: dict[str, Backend] = {}
         self._failures: dict[str, Exception] = {}
-        self.group_ranks = {rank: group_rank for group_rank, rank in enumerate(ranks)}
         self._lock = threading.Lock()
         self._scope = GivableUp(partial(world.comparing.look, self), partial(world.comparing.waited, self))
         self._callbacks: list[Callable[[], None]] = []
@@ -90,6 +90,11 @@ class ProcessGroup:
         """As all ranks of a mesh know it along both axes, of which this is the first; by the ranks of the second."""
         self.peer_memory: Any = None
         """Memory that its ranks share, once somebody has asked for it (`peers/memory.py`)."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks, in group order, listed anew each time; `members` has them by their rule."""
+        return self.members.listed
 
     def rank(self) -> int:
         """This process's rank in the group."""
@@ -175,7 +180,7 @@ class ProcessGroup:
 
     def group_rank_of(self, operation: str, rank: int) -> int:
         """The rank in the group of global rank `rank`. Raises GroupError for a rank that is not a member."""
-        group_rank = self.group_ranks.get(rank) if getattr(rank, "__hash__", None) else None
+        group_rank = self.members.position(rank)
         if group_rank is None:
             raise GroupError(
                 operation,
@@ -202,12 +207,7 @@ class ProcessGroup:
 
     def ranks_text(self) -> str:
         """The global ranks, abbreviated: `0-7` or `0,2,4,6`."""
-        ranks = self.ranks
-        if len(ranks) > 2 and ranks == tuple(range(ranks[0], ranks[0] + len(ranks))):
-            return f"{ranks[0]}-{ranks[-1]}"
-        if len(ranks) > 8:
-            return f"{','.join(map(str, ranks[:4]))},…,{ranks[-1]} ({len(ranks)} ranks)"
-        return ",".join(map(str, ranks))
+        return self.members.text
 
     @property
     def device_types(self) -> tuple[str, ...]:
@@ -281,9 +281,9 @@ class ProcessGroup:
         """This rank is about to raise `error` before it has come to `operation`: the others must not wait for it.
 
         `begins_with` is the collective that `operation` begins with, if it is not one itself.
-        Raises: ArgumentError in place of Python's error, for an argument of the wrong kind.
+        Raises: ArgumentError in place of Python's error, for an argument of a collective that is of the wrong kind.
         """
-        answer = answer_to(operation, error, self.world.rank) or error
+        answer = (answer_to(operation, error, self.world.rank) if not begins_with else None) or error
         self.world.refusals.add(self, operation, answer, begins_with or operation, was_counted=False)
         if answer is not error:
             raise answer from error
@@ -386,7 +386,7 @@ class ProcessGroup:
         return Membership(
             name=self.group_name,
             rank=self.group_rank,
-            ranks=self.ranks,
+            ranks=self.members,
             store=PrefixStore(f"{self.group_name}/{device_type}", self.world.store),
             timeout_s=self.timeout_s,
             global_rank=self.world.rank,

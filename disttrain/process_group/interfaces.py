@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from disttrain.ranks import Ranks
 from disttrain.store import Store
 from disttrain.store.responder import Responder
 
@@ -16,7 +17,7 @@ class GroupLike(Protocol):
     """Ranks that call collectives together, and how far this one has come; `ProcessGroup` says more of each."""
 
     group_name: str
-    ranks: tuple[int, ...]
+    members: Ranks
     group_rank: int
     group_size: int
     timeout_s: float
@@ -29,6 +30,9 @@ class GroupLike(Protocol):
 
     @property
     def world(self) -> WorldLike: ...
+
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
 
     @property
     def coalesced(self) -> Sequence[object] | None: ...

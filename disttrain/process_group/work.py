@@ -154,7 +154,7 @@ class Work:
 
     def source_rank(self) -> int:
         """The global rank that a message came from, once it has."""
-        return self._call_arguments[1].ranks[self.source_group_rank()]
+        return self._call_arguments[1].members[self.source_group_rank()]
 
     def source_group_rank(self) -> int:
         """Likewise, its rank in the group."""

@@ -16,12 +16,14 @@ import torch
 from disttrain.errors import GroupError
 from disttrain.process_group._c10d import forget_ranks
 from disttrain.process_group.group import DROPPED_S, ProcessGroup
+from disttrain.process_group.holders import release_holders
 from disttrain.process_group.joining.connecting import Connecting
 from disttrain.process_group.watching.comparing import Comparing
 from disttrain.process_group.watching.observer import Observer, Recorder
 from disttrain.process_group.watching.refusals import Refusals
 from disttrain.process_group.watching.stopping import Stopping
 from disttrain.process_group.work import Work
+from disttrain.ranks import Ranks
 from disttrain.settings import DEBUG, LOCAL_RANK
 from disttrain.store import Store
 from disttrain.store.responder import Responder
@@ -100,14 +102,14 @@ class World:
         self._backend = backend
         self._options = options
         self._groups: list[ProcessGroup] = []
-        self._shared: dict[tuple[tuple[int, ...], str], ProcessGroup] = {}
-        self._num_alike: Counter[tuple[tuple[int, ...], str]] = Counter()
+        self._shared: dict[tuple[Ranks, str], ProcessGroup] = {}
+        self._num_alike: Counter[tuple[Ranks, str]] = Counter()
         self._owned_store = owned_store
         self._companions: dict[type, Any] = {}
         self._named: weakref.WeakValueDictionary[str, ProcessGroup] = weakref.WeakValueDictionary()
         self._pending: dict[int, tuple[torch.Tensor, Work]] = {}
         self._handles = itertools.count(1)
-        self.default_group = self._make_group("world", tuple(range(world_size)), backend, timeout_s, options)
+        self.default_group = self._make_group("world", Ranks.of(range(world_size)), backend, timeout_s, options)
         has_peers = any(kind.has_peers for kind in self.default_group.backend_classes.values())
         self.stopping = Stopping(self, self.default_group, is_alone=world_size == 1 or not has_peers)
 
@@ -122,7 +124,7 @@ class World:
 
         Members that make several groups of the same ranks make them in the same order: the name counts them.
         """
-        members = tuple(range(self.world_size)) if ranks is None else tuple(ranks)
+        members = self.default_group.members if ranks is None else Ranks.of(ranks)
         self._check_ranks(members)
         if self.rank not in members:
             return NON_GROUP_MEMBER
@@ -134,21 +136,22 @@ class World:
             options if options is not None else self._options,
         )
 
-    def shared_group(self, ranks: tuple[int, ...], purpose: str = "") -> ProcessGroup:
+    def shared_group(self, ranks: Sequence[int], purpose: str = "") -> ProcessGroup:
         """The one group of these global ranks, this rank among them, that meshes share; the default group for all.
 
         For each `purpose` there is another one, whose collectives do not wait for these.
         """
-        if ranks == self.default_group.ranks and not purpose:
+        members = Ranks.of(ranks)
+        if members == self.default_group.members and not purpose:
             return self.default_group
-        group = self._shared.get((ranks, purpose))
+        group = self._shared.get((members, purpose))
         if group is None:
-            self._check_ranks(ranks)
+            self._check_ranks(members)
             # Counted apart: some ranks may come to a mesh's group before, others after they make one of these ranks.
             kind = purpose or "shared"
-            name = f"{_content_name(ranks)}.{kind}.{self._count_alike(ranks, kind)}"
-            group = self._make_group(name, ranks, self._backend, self.timeout_s, self._options)
-            self._shared[ranks, purpose] = group
+            name = f"{_content_name(members)}.{kind}.{self._count_alike(members, kind)}"
+            group = self._make_group(name, members, self._backend, self.timeout_s, self._options)
+            self._shared[members, purpose] = group
         return group
 
     @property
@@ -156,9 +159,9 @@ class World:
         """All groups that have not been destroyed, the default group first."""
         return tuple(self._groups)
 
-    def adopted_group(self, group_name: str, ranks: tuple[int, ...], backend: str) -> ProcessGroup:
+    def adopted_group(self, group_name: str, ranks: Sequence[int], backend: str) -> ProcessGroup:
         """A group under the name that somebody else has given it, to be used with their transports."""
-        return self._make_group(group_name, ranks, backend, self.timeout_s, None)
+        return self._make_group(group_name, Ranks.of(ranks), backend, self.timeout_s, None)
 
     def find_group(self, operation: str, group_name: str) -> ProcessGroup:
         """The group of that name, as long as somebody holds it. Raises GroupError when there is none."""
@@ -228,6 +231,7 @@ class World:
                 rank=self.rank,
             )
         self.refusals.tell()
+        release_holders(group)
         group.shutdown()
         self._forget(group)
         del self._named[group.group_name]
@@ -235,6 +239,7 @@ class World:
     def abort_group(self, group: ProcessGroup) -> None:
         """Let go of `group` without waiting for what is under way in it. Idempotent."""
         self.refusals.tell()
+        release_holders(group)
         group.abort()
         self._forget(group)
 
@@ -262,6 +267,7 @@ class World:
             self.comparing.leave()
         end_s = time.monotonic() + DROPPED_S
         for group in reversed(self._groups):
+            release_holders(group)
             group.shutdown(max(0.0, end_s - time.monotonic()))
         self._groups.clear()
         self._pending.clear()
@@ -270,7 +276,7 @@ class World:
         if self._owned_store is not None:
             self._owned_store.close()
 
-    def _count_alike(self, ranks: tuple[int, ...], kind: str) -> int:
+    def _count_alike(self, ranks: Ranks, kind: str) -> int:
         self._num_alike[ranks, kind] += 1
         return self._num_alike[ranks, kind]
 
@@ -285,7 +291,7 @@ class World:
         return True
 
     def _make_group(
-        self, name: str, ranks: tuple[int, ...], backend: str | None, timeout_s: float, options: object | None
+        self, name: str, ranks: Ranks, backend: str | None, timeout_s: float, options: object | None
     ) -> ProcessGroup:
         with self.connecting.lock:
             group = self.connecting.make(name, ranks, backend, timeout_s, options)
@@ -294,9 +300,10 @@ class World:
             self._tell_torch(group)
             return group
 
-    def _check_ranks(self, ranks: tuple[int, ...]) -> None:
-        offending = [rank for rank in ranks if not 0 <= rank < self.world_size]
-        if offending or not ranks or len(set(ranks)) != len(ranks):
+    def _check_ranks(self, ranks: Ranks) -> None:
+        is_outside = bool(ranks) and not 0 <= ranks.lowest <= ranks.highest < self.world_size
+        if is_outside or not ranks or ranks.repeats:
+            offending = [rank for rank in ranks if not 0 <= rank < self.world_size]
             problem = (
                 f"ranks {offending} are out of range" if offending else f"ranks {list(ranks)} are empty or repeated"
             )
@@ -314,9 +321,9 @@ def world_of(group: ProcessGroup) -> World:
     return group.world
 
 
-def _content_name(ranks: tuple[int, ...]) -> str:
+def _content_name(ranks: Ranks) -> str:
     """Ranks that make a group name it alike without talking to each other."""
-    return hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(ranks.plain()).encode()).hexdigest()[:12]
 
 
 def _own_device() -> torch.device:

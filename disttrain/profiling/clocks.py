@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from pathlib import Path
 from typing import Final
 
 from disttrain.errors import StoreError
 from disttrain.store import Store
-from disttrain.store.clock import ask_clock, serve_clock
+from disttrain.store.clock import ask_clock, own_boot, serve_clock
 
 _NS_PER_S: Final = 1e9
-_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _ASKED_S: Final = 10.0
 
 
@@ -25,10 +23,10 @@ class CommonClock:
     """
 
     def __init__(self, store: Store, rank: int) -> None:
-        self._store = store.clone()
+        self._store = store.listener()
         self._shift_s: float | None = 0.0 if rank == 0 else None
         self.start_ns = int(store.compare_set("start", "", str(time.time_ns())))
-        boot = _BOOT.read_text(encoding="ascii").strip() if _BOOT.exists() else ""
+        boot = own_boot()
         if rank == 0:
             store.set("boot", boot)
         self._asking = threading.Thread(

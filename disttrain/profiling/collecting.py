@@ -59,7 +59,7 @@ class Collector:
     `absent` gives reasons by rank."""
 
     def __init__(self, store: Store, ranks: Sequence[int], finish: Callable[[Cycle, dict[int, str]], None]) -> None:
-        self._store = store.clone()
+        self._store = store.listener()
         self._ranks = frozenset(ranks)
         self._finish = finish
         self._open: dict[int, Cycle] = {}

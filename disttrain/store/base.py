@@ -138,6 +138,10 @@ class Store:
         """The same store over a connection of its own, to be closed on its own."""
         raise _absent(self, "clone")
 
+    def listener(self) -> Self:
+        """The same store for a thread that mostly waits, to be closed on its own; listeners share a connection."""
+        return self.clone()
+
     def close(self) -> None:
         """Let go of what this object holds (a connection, a server it started). Idempotent."""
 

@@ -12,6 +12,7 @@ from disttrain.errors import SettingError, StoreAddressError, StoreConnectionErr
 from disttrain.settings import TOKEN_FILE
 from disttrain.store.connection.channel import Channel
 from disttrain.store.connection.dial import Dialer
+from disttrain.store.connection.listeners import Listener, SharedChannel
 from disttrain.store.protocol.auth import read_token
 from disttrain.store.protocol.methods import StoreMethods
 from disttrain.store.protocol.wire import Address, Answer, Op
@@ -69,7 +70,8 @@ class TCPStore(StoreMethods):
             raise SettingError("TCPStore", "a TCPStore world size cannot be 0: the master counts, too.", "Pass None.")
         self.libuvBackend = use_libuv
         self._server: ServerProcess | None = None
-        self._channel: Channel | None = None
+        self._channel: Channel | Listener | None = None
+        self._listening = SharedChannel()
         self._dialer: Dialer | None = None
         self._standby = standby
         self._was_there = was_there
@@ -97,6 +99,16 @@ class TCPStore(StoreMethods):
         other = copy.copy(self)
         other._server = None
         other._channel = other._connected()
+        return other
+
+    def listener(self) -> Self:
+        """See `Store.listener`."""
+        if not self._listening.is_ours:
+            self._listening = SharedChannel()  # the one that there was is the parent's
+        other = copy.copy(self)
+        other._server = None
+        listener = self._listening.join(self._connected_anew)
+        other._channel, other._dialer = listener, listener.channel.dialer
         return other
 
     def __repr__(self) -> str:
@@ -146,6 +158,10 @@ class TCPStore(StoreMethods):
     def _connected(self) -> Channel:
         self._dialer = self.new_dialer()
         return Channel(self._dialer, self._timeout_s)
+
+    def _connected_anew(self) -> Channel:
+        self._read_news()
+        return Channel(self.new_dialer(), self._timeout_s)
 
     def _request(self, op: Op, arguments: tuple[Any, ...], wait_s: float) -> Answer:
         assert self._channel is not None

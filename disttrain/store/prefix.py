@@ -115,6 +115,10 @@ class PrefixStore(Store):
         """The same prefix over a clone of the store."""
         return type(self)(self.prefix, self.underlying_store.clone()).owning()
 
+    def listener(self) -> Self:
+        """The same prefix over a listener of the store."""
+        return type(self)(self.prefix, self.underlying_store.listener()).owning()
+
     def owning(self) -> Self:
         """Itself; `close` closes the store below, too, which nobody else uses."""
         self._owns_store = True

@@ -1,19 +1,22 @@
 """Questions and notices to all members of a job, through the store; each member has a thread that waits for them.
 
 They are lines that are appended to a key, which all threads watch. So none is missed when several ask at the same time,
-and a member that joins late reads the earlier ones. An answer is a key of its own. Between lines the threads wait in
-the store.
+and a member that joins late reads the earlier ones. A question says whom it asks, and their answers come in a queue of
+its own. Between lines the threads wait in the store. What all members would ask at once, one asks for all: `once`.
 """
 
 from __future__ import annotations
 
 import atexit
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from disttrain.errors import StoreError, StoreTimeoutError
+from disttrain.store.attendance import once
 from disttrain.store.base import Store
 from disttrain.store.prefix import PrefixStore
+from disttrain.store.rank_runs import is_among, to_runs
 
 _IDLE_S = 3600.0
 _AGAIN_S = 0.25
@@ -36,7 +39,7 @@ class Responder:
         answer: Callable[[str], bytes],
         hear: Callable[[bytes], bool] = lambda _: True,
     ) -> None:
-        self.store = PrefixStore(name, store).clone()
+        self.store = PrefixStore(name, store).listener()
         self._rank = rank
         self._answer = answer
         self._hear = hear
@@ -51,16 +54,22 @@ class Responder:
         """The answers of those of `ranks` that gave one in time; none when the store is gone. `about` is one line."""
         self._num_questions += 1
         question = f"{self._rank}.{self._num_questions}"
-        keys = {rank: f"{question}/{rank}" for rank in ranks}
+        answers: dict[int, bytes] = {}
+        deadline_s = time.monotonic() + timeout_s
         try:
-            self.store.append("board", _QUESTION + f"{question} {about}\n".encode())
-            try:
-                self.store.wait(list(keys.values()), timeout_s)
-            except StoreTimeoutError:
-                keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
-            return dict(zip(keys, self.store.multi_get(list(keys.values())), strict=True))
+            self.store.append("board", _QUESTION + f"{question} {to_runs(ranks)} {about}\n".encode())
+            while len(answers) < len(ranks) and (left_s := deadline_s - time.monotonic()) > 0:
+                rank, _, answer = self.store.queue_pop(f"answers/{question}", timeout=left_s).partition(b" ")
+                answers[int(rank)] = answer
+        except StoreTimeoutError:
+            pass  # Those that have come by then are the answer.
         except StoreError:
             return {}
+        return answers
+
+    def once(self, name: str, compute: Callable[[], str]) -> str:
+        """What `compute` returns on the first member that comes to this `name`, for all members. Raises StoreError."""
+        return once(self.store, f"once/{name}", compute)
 
     def tell(self, notice: bytes, name: str) -> bool:
         """Show all members `notice`, one line, unless one of this name has been shown; False when the store is gone."""
@@ -116,7 +125,8 @@ class Responder:
 
     def _read(self, kind: bytes, text: bytes) -> None:
         if kind == _QUESTION:
-            question, _, about = text.decode().partition(" ")
-            self.store.set(f"{question}/{self._rank}", self._answer(about))
+            question, runs, about = text.decode().split(" ", 2)
+            if is_among(runs, self._rank):
+                self.store.queue_push(f"answers/{question}", b"%d " % self._rank + self._answer(about))
         elif not self._hear(text):
             self._unsettled.append(text)

@@ -16,19 +16,23 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from disttrain.errors import DisttrainError, SettingError, StoreAddressError, StoreAuthError, StoreError
 from disttrain.signals import ignore_all
 from disttrain.store.connection.addresses import lookup_name
 from disttrain.store.connection.keepalive import set_options
-from disttrain.store.protocol.handshake import Votes
+from disttrain.store.protocol.handshake import Votes, to_address
 from disttrain.store.protocol.limits import Limits
 from disttrain.store.protocol.wire import Decoder, Message, encode
+from disttrain.store.proxy.address import UpstreamAddress
 from disttrain.store.serving.hub import Hub
 from disttrain.store.serving.shell import AnyHub, Shell
 from disttrain.store.standby.follower import Follower, Following
 from disttrain.store.tls.certificates import Certificates
+
+if TYPE_CHECKING:
+    from disttrain.store.proxy.upstream import Upstream
 
 ENGINES: Final = ("pyuv", "uvloop")
 READY: Final = "ready"
@@ -55,15 +59,18 @@ class ServerConfig(NamedTuple):
     """Whom it is the standby of; None: it serves from the start."""
     listen_fd: int | None = None
     """A socket that is bound, in place of `host` and `port`."""
+    upstream: UpstreamAddress | None = None
+    """It is the proxy of that server."""
 
     def to_message(self) -> Message:
         certificates = self.certificates and list(self.certificates)
         following = self.following and list(self.following)
-        return [*self[:5], list(self.limits), certificates, following, self.listen_fd]
+        upstream = self.upstream and list(self.upstream)
+        return [*self[:5], list(self.limits), certificates, following, self.listen_fd, upstream]
 
     @classmethod
     def from_message(cls, message: Message) -> ServerConfig:
-        host, port, token, engine, linger_s, limits, certificates, following, listen_fd = message
+        host, port, token, engine, linger_s, limits, certificates, following, listen_fd, upstream = message
         return cls(
             host,
             port,
@@ -74,6 +81,7 @@ class ServerConfig(NamedTuple):
             certificates and Certificates(*certificates),
             following and Following(*following),
             listen_fd,
+            upstream and UpstreamAddress(upstream[0], upstream[1], to_address(upstream[2]), upstream[3]),
         )
 
 
@@ -173,6 +181,10 @@ def _read_config(descriptor: int) -> ServerConfig:
 
 def make_hub(config: ServerConfig, limits: Limits, votes: Votes | None) -> AnyHub:
     """The hub, behind TLS if there are certificates. Raises SettingError for files that cannot be used."""
+    if config.upstream is not None:
+        from disttrain.store.proxy.hub import ProxyHub  # a server does not wait for what proxies need
+
+        return ProxyHub(config.token, limits)
     if config.certificates is None:
         return Hub(config.token, limits, votes=votes)
     # It loads OpenSSL, which a store without certificates does not wait for.
@@ -192,6 +204,17 @@ def make_follower(config: ServerConfig, port: int, votes: Votes | None) -> Follo
 
         tls = ClientTls(config.certificates)
     return Follower(config.following, port, config.token, tls, votes)
+
+
+def make_upstream(config: ServerConfig, hub: AnyHub, shell: Shell) -> Upstream | None:
+    """A proxy's link to the server; None for what is no proxy. Raises StoreError where there is no server."""
+    if config.upstream is None:
+        return None
+    from disttrain.store.proxy.hub import ProxyHub  # as above
+    from disttrain.store.proxy.upstream import Upstream  # as above
+
+    assert isinstance(hub, ProxyHub)
+    return Upstream(config.upstream, config.token, hub, shell)
 
 
 def _follow(follower: Follower, shell: Shell) -> None:
@@ -229,6 +252,7 @@ def main() -> int:
         listener = listen(config.host, config.port, config.token, config.listen_fd)
         host, port = listener.getsockname()[:2]
         follower = make_follower(config, port, votes)
+        upstream = make_upstream(config, hub, shell)
     except DisttrainError as error:
         _tell(FAILED, type(error).__name__, error.problem, error.remedy)
         return 1
@@ -238,6 +262,8 @@ def main() -> int:
     _tell(READY, host, port)
     if follower is None:
         shell.run(listener, sys.stdin.fileno())
+        if upstream is not None:
+            upstream.close()
         return 0
     thread = threading.Thread(target=_follow, args=(follower, shell), name="follower", daemon=True)
     thread.start()

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
+from disttrain.errors import SettingError
 from disttrain.trackers.tracker import Numbers, check_installed
 
 _NOT_IN_NAMES: Final = re.compile(r"[^\w\-. /]")
@@ -32,7 +33,19 @@ class MLflow:
         """See `Tracker`. A client of its own: nothing of the script's own use of mlflow changes."""
         mlflow = importlib.import_module("mlflow")  # here: it takes seconds to load, and one rank writes
         self._metric = mlflow.entities.Metric
-        self._client = client = mlflow.MlflowClient(tracking_uri=self._tracking_uri)
+        try:
+            self._client = client = mlflow.MlflowClient(tracking_uri=self._tracking_uri)
+        except Exception as error:
+            if "MLFLOW_ALLOW_FILE_STORE" not in str(error) and not isinstance(error, ImportError):
+                raise
+            problem = f"it lacks a package ({error})" if isinstance(error, ImportError) else "it writes to no folders"
+            uri = self._tracking_uri or mlflow.get_tracking_uri()
+            raise SettingError(
+                "MLflow",
+                f"{problem}, and tracking_uri is {uri}.",
+                "Give tracking_uri of a server, or of a database as sqlite:///mlflow.db, for which mlflow is needed in "
+                "place of mlflow-skinny. For folders set MLFLOW_ALLOW_FILE_STORE=true.",
+            ) from error
         if run_id is None:
             experiment = client.get_experiment_by_name(self._experiment)
             experiment_id = (

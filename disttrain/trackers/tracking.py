@@ -100,10 +100,10 @@ class Tracking:
                 Outlet(tracker, self._run_ids.of(tracker.name), self._first_step, self._config, self._run_ids.keep)
                 for tracker in self._trackers
             ]
-            self._receiving = self._store.clone()
+            self._receiving = self._store.listener()
             self._threads.append(threading.Thread(target=self._collect, name="disttrain reports", daemon=True))
         self._threads.append(threading.Thread(target=self._send, name="disttrain reports", daemon=True))
-        self._sending = self._store.clone()
+        self._sending = self._store.listener()
         for thread in self._threads:
             thread.start()
         if self._world is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +30,9 @@ class WandB:
         """See `Tracker`."""
         wandb = importlib.import_module("wandb")  # here: it takes seconds to load, and one rank writes
         options = {"id": run_id, "resume": None if run_id is None else "allow", **self._options}
+        if options["id"] is not None:
+            # wandb names files by the second and the id: of one second the later run would write into the earlier's.
+            time.sleep(1 - time.time() % 1)
         self._run = wandb.init(**options, config={**config, **(self._options.get("config") or {})})
         self._run.define_metric(_STEP)
         self._run.define_metric("*", step_metric=_STEP)

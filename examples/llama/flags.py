@@ -36,6 +36,7 @@ CHANGEABLE = (
     "lr",
     "dtype",
     "compile",
+    "capture",
     "kernels",
     "recompute",
     "reduce_each",
@@ -87,7 +88,7 @@ def parse(arguments: Sequence[str] | None, num_ranks: int) -> Namespace:
     flags.out = out
     flags.sizes = _sizes(flags.model)
     flags.mesh = parse_mesh(flags.mesh, num_ranks)
-    flags.plan, flags.microbatches = _schedule(flags.schedule, flags.mesh, flags.microbatches, flags.sizes)
+    flags.plan, flags.microbatches = _schedule(flags, flags.mesh, flags.sizes)
     check_fit(flags.mesh, flags.sizes, batch_size=flags.batch, seq_size=flags.seq, num_microbatches=flags.microbatches)
     return flags
 
@@ -122,6 +123,7 @@ def _parser() -> _Parser:
     add("--model", default="small", metavar="M", help=f"{sizes}, whose weights are taken as well (default: small)")
     add("--mesh", metavar="AXES", help="such as dp=2,tp=2,pp=2 or replicate=2,dp=2 (default: all ranks along dp)")
     add("--schedule", default="1F1B", metavar="NAME", help="of the pipeline, where there is one (default: 1F1B)")
+    add("--stages-per-rank", type=_count, metavar="N", help="of the pipeline (default: what the schedule takes)")
     add("--microbatches", type=_count, metavar="N", help="parts of a rank's rows (default: 1, or 2 for each pp)")
     add("--steps", type=_count, default=400, metavar="N", help="optimizer steps in all (default: 400)")
     add("--batch", type=_count, default=16, metavar="N", help="sequences per step, over all ranks (default: 16)")
@@ -140,6 +142,12 @@ def _parser() -> _Parser:
         help="reduce gradients after each microbatch, not the last (less memory)",
     )
     add("--compile", action=flag, default=False, help="compile the blocks; the first steps then take a minute or so")
+    add(
+        "--capture",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="launch the whole step as one CUDA graph (default: auto, on GPUs)",
+    )
     add("--out", type=Path, metavar="DIR", help="losses and checkpoints go there (default: runs/llama-1, ...)")
     add("--resume", action="store_true", help="go on from the last checkpoint in --out, or of the newest run")
     add("--auto-resume", action="store_true", help="--resume where --out has a run: for jobs that are requeued")
@@ -193,17 +201,15 @@ def _sizes(model: str) -> LlamaConfig:
     return read_config(Path(model)) if is_folder(model) else config_named(model)
 
 
-def _schedule(
-    name: str, mesh: MeshPlan, num_microbatches: int | None, sizes: LlamaConfig
-) -> tuple[Schedule | None, int]:
+def _schedule(flags: Namespace, mesh: MeshPlan, sizes: LlamaConfig) -> tuple[Schedule | None, int]:
     """The pipeline's plan, where there is one, and the number of microbatches."""
     has_stages = mesh.pp > 1
-    num_microbatches = num_microbatches or (2 * mesh.pp if has_stages else 1)
+    num_microbatches = flags.microbatches or (2 * mesh.pp if has_stages else 1)
     try:
         if not has_stages:
-            get_schedule_class(name)  # what is no name is told also where it changes nothing
+            get_schedule_class(flags.schedule)  # what is no name is told also where it changes nothing
             return None, num_microbatches
-        plan = make_schedule(name, mesh.pp, num_microbatches)
+        plan = make_schedule(flags.schedule, mesh.pp, num_microbatches, flags.stages_per_rank)
     except ScheduleError as error:
         raise SettingError("train_llama --schedule", error.problem, error.remedy) from error
     if plan.name == "ForwardOnly":

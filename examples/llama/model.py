@@ -124,18 +124,18 @@ class Llama(nn.Module):
 
 def rotation_of(config: LlamaConfig, length: int, device: torch.device) -> Tensor:
     """Cosines and sines of the first `length` positions' angles: (2, L, E / 2), in fp32."""
-    angles = torch.outer(torch.arange(length, device=device), frequencies(config).to(device))
+    angles = torch.outer(torch.arange(length, device=device), frequencies(config, device))
     return torch.stack((angles.cos(), angles.sin()))
 
 
-def frequencies(config: LlamaConfig) -> Tensor:
+def frequencies(config: LlamaConfig, device: torch.device | None = None) -> Tensor:
     """Angles per position: (E / 2,), in fp32.
 
     Llama 3.1 slows down those that turn less than `high_frequency_factor` times within the original length, those that
     turn less than `low_frequency_factor` times by all of `factor` (transformers, modeling_rope_utils, "llama3").
     """
     E, scaling = config.head_size, config.rotary_scaling
-    plain = 1.0 / config.rotary_base ** (torch.arange(0, E, 2) / E)
+    plain = 1.0 / config.rotary_base ** (torch.arange(0, E, 2, device=device) / E)
     if scaling is None:
         return plain
     num_turns = scaling.original_length * plain / (2 * math.pi)

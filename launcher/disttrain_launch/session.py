@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from pathlib import Path
 
@@ -14,10 +15,13 @@ from disttrain.store import (
     ServerProcess,
     Store,
     TCPStore,
+    certificates_from_settings,
     read_token,
     spawn_server,
     write_token,
 )
+from disttrain.store.protocol.wire import Address as StoreAddress
+from disttrain.store.proxy.address import UpstreamAddress
 from disttrain.store.standby.elector import Elector
 from disttrain_launch.output.event_log import EventLog
 from disttrain_launch.rendezvous.leading import first_leader, has_standby, successor
@@ -94,7 +98,7 @@ class Session:
             self._lead()
         elif isinstance(self._store, TCPStore) and has_standby(spec):
             self._stand_by(self._store)
-        self._open_link(token_file, server_fd)
+        self._open_link(token_file, server_fd, self._open_proxy())
         cleanup.callback(self._join)
 
     def reach(self) -> AbstractContextManager[Store]:
@@ -123,13 +127,28 @@ class Session:
         self._standby.start()
         self._cleanup.callback(self._standby.close)
 
-    def _open_link(self, token_file: Path | None, server_fd: int | None) -> None:
+    def _open_proxy(self) -> Callable[[], StoreAddress | None] | None:
+        """Workers' way to the store on this node; None: they go there themselves, as they do over TLS."""
+        spec, store = self._spec, self._store
+        if not (spec.has_store_proxy and spec.num_nodes > 1 and spec.num_local_workers > 1):
+            return None
+        if not isinstance(store, TCPStore) or certificates_from_settings() is not None:
+            return None
+        address, standby = store.addresses
+        proxy = spawn_server(LOOPBACK, 0, self._token, linger_s=_LINGER_S, upstream=UpstreamAddress(*address, standby))
+        self._cleanup.callback(proxy.close)
+        # One that has ended, as when its server was gone for a while, is of no use to the next round.
+        return lambda: (proxy.host, proxy.port) if proxy.is_running else None
+
+    def _open_link(
+        self, token_file: Path | None, server_fd: int | None, proxy: Callable[[], StoreAddress | None] | None
+    ) -> None:
         spec, store, (addr, port) = self._spec, self._store, self._address
         max_missed_beats = spec.max_missed_beats + (math.ceil(_SUCCESSION_S / spec.beat_s) if has_standby(spec) else 0)
         where = f"{spec.master_addr}:{port}"
         self.link = JobLink(store, where, self._node, beat_s=spec.beat_s, max_missed_beats=max_missed_beats)
         addresses = (lambda: store.addresses) if isinstance(store, TCPStore) else None
-        self.meeting = Meeting(addr, port, token_file, spec.master_addr, addresses, server_fd)
+        self.meeting = Meeting(addr, port, token_file, spec.master_addr, addresses, server_fd, proxy)
         token_path = "" if token_file is None else str(token_file.absolute())
         leave_note(self._folder, Address(self.meeting.endpoint, token_path))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -83,3 +84,31 @@ def test_a_verdict_comes_at_once(tmp_path: Path) -> None:
         times_s.append(_children_s() - start_s)
         assert (answer.returncode, answer.stderr) == (0, "")
     assert min(times_s) < HELP_LIMIT_S
+
+
+OPERATORS = """
+import sys
+import torch, disttrain
+from disttrain.dtensor import Replicate, Shard, distribute_tensor
+from torch.nn.functional import gelu, layer_norm, linear
+disttrain.init_process_group("fake", rank=0, world_size=4)
+mesh = disttrain.init_device_mesh("cpu", (2, 2))
+x = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)] * 2)
+wholes = [distribute_tensor(torch.ones(*size), mesh, [Replicate()] * 2) for size in ((4, 4), (4,))]
+weight, bias = [whole.requires_grad_() for whole in wholes]
+before = {*sys.modules}
+x + x, x @ x.t(), x.relu(), x.sum(), x.mean(), x.softmax(-1), layer_norm(x, (4,), bias, bias), linear(x, weight, bias)
+x.view(2, 4, 4).transpose(0, 1).reshape(8, 4).redistribute(mesh, [Replicate()] * 2)
+linear(gelu(linear(x, weight, bias)), weight).square().mean().backward()
+print(sorted({*sys.modules} - before))
+"""
+
+
+def test_frequent_operators_on_dtensors_load_nothing_heavy() -> None:
+    """Of torch: its own DTensor, sympy, Dynamo and fake tensors take a second together."""
+    answer = subprocess.run([sys.executable, "-c", OPERATORS], capture_output=True, text=True, check=False)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    loaded = ast.literal_eval(answer.stdout)
+    heavy = ("sympy", "torch._dynamo", "torch._subclasses", "torch.distributed.tensor", "torch.fx.experimental")
+    assert [name for name in loaded if name.startswith(heavy)] == []
+    assert len(loaded) < 30

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from disttrain.dtensor import DTensor
 from tests.fsdp2_uses.models import DIM, Part, call, owners, parts_of, sharded_parts, taken_together
@@ -39,7 +40,7 @@ class Session:
         self.hooks: dict[str, list[tuple[str, str]]] = {}
         """Hooks of parameters, by name: the name that they tell, and what they do."""
         self.fresh: set[str] = set()
-        """Parameters that have come since the last forward."""
+        """Parameters that no forward of what takes them has seen yet."""
 
     def inputs(self, batch: int, asks: bool = False) -> torch.Tensor:
         """This rank's rows of a batch."""
@@ -75,10 +76,28 @@ class Session:
         return named[which % len(named)] if named else None
 
     def loss_of(self, part: Part, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        output = call(part, x).to(torch.float64)
-        if part is self.model:
-            self.fresh.clear()
+        called: set[nn.Module] = set()
+        watching = register_module_forward_pre_hook(lambda module, _: called.add(module))
+        try:
+            output = call(part, x).to(torch.float64)
+        finally:
+            watching.remove()
+        if part is self.model and self.fresh:
+            self._take_up(called)
         return output, (output.square().mean() + output.sum() * 0.1).tanh()
+
+    def _take_up(self, called: set[nn.Module]) -> None:
+        """What is not of a sharded part that was called stays as it was put in: such a part may lie where no forward
+        comes."""
+        taken = owners(self.model)
+        together = {
+            part: set(parts) for one in parts_of(self.model) if (parts := taken_together(one)) for part in parts
+        }
+        self.fresh = {
+            name
+            for name in self.fresh
+            if (owner := taken.get(name)) is not None and not called & together.get(owner.part, {owner.part})
+        }
 
     def settle_shards(self) -> None:
         """Free what the user has gathered: what is written to then would be lost, by what `unshard` says."""

@@ -16,7 +16,10 @@ from disttrain.compiling import compile_blocks
 from disttrain.fsdp2 import MixedPrecisionPolicy, fully_shard
 from disttrain.kernels import Float8Weight, float8_linear, use_float8
 from disttrain.kernels.float8 import reference as float8_reference
+from disttrain.kernels.float8 import shards_reference
 from disttrain.kernels.float8.operator import cast
+from disttrain.kernels.float8.shards import cast_shards
+from disttrain.kernels.float8.shards_reference import Shard
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.cases.kernels import drawn, values_and_grads
 from tests.gpu.ranks import NUM_GPU_RANKS
@@ -56,6 +59,35 @@ def test_casts_are_their_reference_s_bit_by_bit(shape: tuple[int, int], dtype: t
         wished = float8_reference.cast(codes, scales, 1, FORMATS[0], by_rows, True, True)
         for one, other in zip(found, wished, strict=True):
             assert torch.equal(as_bytes(one), as_bytes(other))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_shards_are_cast_at_once_bit_by_bit(by_rows: bool, dtype: torch.dtype) -> None:
+    """Of sizes that are multiples of 16, and others; with padding, and without rows."""
+    for sizes in ([(512, 4096, 512), (0, 64, 16), (1000, 1024, 1008)], [(37, 80, 40), (3, 1041, 7), (0, 16, 3)]):
+        shards, end = [], 0
+        for seed, (num_rows, num_columns, num_padded) in enumerate(sizes):
+            values = drawn(num_rows, num_columns, seed=seed) * torch.linspace(-12, 12, num_columns).exp2()
+            scales_start = end + (num_padded * num_columns + 15) // 16 * 16
+            shards.append(Shard(values.to("cuda", dtype), num_padded, end, scales_start))
+            end = scales_start + (4 * num_padded + 15) // 16 * 16
+        results = []
+        for run in (shards_reference.cast_shards, cast_shards):
+            sent = torch.zeros(end, dtype=torch.uint8, device="cuda")
+            run(shards, sent, FORMATS[0], by_rows=by_rows)
+            results.append(sent.cpu())
+        assert torch.equal(*results)
+
+
+def test_small_layers_are_left_and_large_ones_change() -> None:
+    state = torch.cuda.get_rng_state()
+    with torch.device("meta"):
+        model = nn.ModuleList([nn.Linear(128, 128), nn.Linear(8192, 8192, bias=False)])
+        found = use_float8(model, report=(lines := []).append)
+    assert [one.name for one in found] == ["1"]
+    assert any("left 0: 8192 x 128 to 128 take" in line for line in lines)
+    assert torch.equal(torch.cuda.get_rng_state(), state)
 
 
 def test_what_is_not_finite_stays_so() -> None:
@@ -98,7 +130,7 @@ def test_a_sharded_model_learns_as_in_bf16(recipe: str, is_compiled: bool) -> No
     plain = Llama(PRESETS["tiny"]).cuda()
     plain.init()
     model = copy.deepcopy(plain)
-    assert use_float8(model, recipe, report=lambda _: None)
+    assert use_float8(model, recipe, num_tokens=None, report=lambda _: None)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     curves = []
     for one in (model, plain):

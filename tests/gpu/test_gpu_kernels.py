@@ -14,7 +14,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import disttrain
-from disttrain.dtensor.spec.shard_sizes import piece
 from disttrain.errors import BackendError
 from disttrain.kernels import (
     SGD,
@@ -31,6 +30,7 @@ from disttrain.kernels import (
     use_kernels,
 )
 from disttrain.kernels.copies.operator import copy_all
+from disttrain.pieces import piece
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.cases.kernel_operators import CASES, check_what_is_told
 from tests.cases.kernels import drawn, judge

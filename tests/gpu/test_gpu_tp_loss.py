@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 import disttrain
 from disttrain.dtensor import CommDebugMode, Shard, distribute_tensor
-from disttrain.dtensor.spec.shard_sizes import piece
 from disttrain.kernels.cross_entropy import pieces as cross_entropy_pieces
 from disttrain.kernels.cross_entropy.pieces import LossTerms
+from disttrain.pieces import piece
 from disttrain.testing.pytest_plugin import on_ranks
 from disttrain.tp.loss.context import loss_parallel
 from disttrain.tp.loss.vocab_parallel import vocab_parallel_cross_entropy

@@ -21,7 +21,6 @@ JOIN_S = 10.0
 NUM_STEPS = 120
 LOST = (
     r"gave no sign of life|went away|did not come|came within|was not reached|were left|said nothing|the server ended"
-    r"|nobody listens"
 )
 
 

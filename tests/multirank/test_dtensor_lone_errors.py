@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -85,3 +86,22 @@ def test_who_mends_it_at_once_goes_on() -> None:
 def test_ranks_that_are_threads_do_not_wait_either(name: str) -> None:
     with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)"):
         run_threads(2, lambda: looked_up(LOOKUPS[name], disttrain.init_device_mesh("cpu", (2,))))
+
+
+@on_ranks(2)
+def test_an_error_of_another_kind_stays_what_it_is() -> None:
+    mesh = disttrain.init_device_mesh("cpu", (2,))
+    ones = disttrain.dtensor.distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    disttrain.barrier()
+    if disttrain.get_rank() == 1:
+        broken = AttributeError("'Spec' object has no attribute 'colour'")
+        with (
+            patch("disttrain.dtensor.dtensor.dispatch", side_effect=broken),
+            pytest.raises(AttributeError, match="colour") as caught,
+        ):
+            ones + 1
+        assert not hasattr(caught.value, "__notes__")
+    else:
+        with pytest.raises((CollectiveMismatchError, GroupError), match=r"rank 1 refused aten.*colour") as told:
+            disttrain.all_reduce(torch.ones(1))
+        assert "belongs there" not in str(told.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
@@ -14,8 +15,14 @@ import disttrain
 from disttrain.compiling import compile_blocks
 from disttrain.dtensor import DTensor
 from disttrain.fsdp2 import MixedPrecisionPolicy, fully_shard
+from disttrain.fsdp2.params.extensions import ExtensionGroup
+from disttrain.fsdp2.params.param_group import ParamGroup
+from disttrain.fsdp2.state import state_of
 from disttrain.kernels import Float8Weight, use_float8
 from disttrain.kernels.float8 import reference as float8_reference
+from disttrain.kernels.float8 import shards_reference, use
+from disttrain.kernels.float8.gain import Gain
+from disttrain.kernels.float8.weight import Float8Gather
 from disttrain.process_group import Call
 from disttrain.testing.pytest_plugin import on_ranks
 from disttrain.tp import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -169,8 +176,89 @@ def test_weights_travel_in_half_the_bytes() -> None:
     world.remove_observer(gathered)
     loss.backward()
     assert model.blocks[0].up.bias.grad.full_tensor().isfinite().all()
-    # The first block was gathered twice, once before; a shard's scale takes 16 bytes.
-    assert gathered.num_bytes[torch.uint8] == 3 * 3 * (DIM * WIDTH // 2 + 16)
+    # The first block was gathered twice, once before; the scales of three shards fill up to 16 bytes.
+    assert gathered.num_bytes[torch.uint8] == 3 * (3 * DIM * WIDTH // 2 + 16)
+
+
+@on_ranks(2)
+def test_ranks_agree_which_layers_are_faster() -> None:
+    """Though each has measured something else."""
+    sign = 1 if disttrain.get_rank() else -1
+
+    def measured(rows: int, columns: int, has_bias: bool, num_tokens: int, *rest: object) -> Gain:
+        return Gain(rows, columns, num_tokens, 2.0, 2.0 + sign * (0.5 if rows == DIM else -0.5), 0.0)
+
+    model = Model()
+    with patch.object(use, "measured", measured), patch.object(use, "_device", lambda _: torch.device("cuda", 0)):
+        names = [one.name for one in use_float8(model, report=lambda _: None)]
+    choices = [None] * 2
+    disttrain.all_gather_object(choices, names)
+    assert choices[0] == choices[1]
+
+
+@on_ranks(2, 3)
+@RECIPES
+def test_weights_are_cast_once_a_step(recipe: str) -> None:
+    """A block's at once, and for backward only where they have been written to since forward."""
+    torch.manual_seed(0)
+    model = quietly(Model(), recipe)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    rank = disttrain.get_rank()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(4, DIM, generator=torch.Generator().manual_seed(rank))
+
+    def casts_of_step(between: Callable[[], object] = lambda: None) -> tuple[int, int]:
+        with patch.object(shards_reference, "cast_shards", wraps=shards_reference.cast_shards) as casts:
+            loss = model(x).square().mean()
+            in_forward = casts.call_count
+            between()
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return in_forward, casts.call_count - in_forward
+
+    weight = model.blocks[0].gate.weight
+    assert casts_of_step() == (2, 0)
+    assert casts_of_step() == (2, 0)
+    # What torch counts for the parameter itself, fully_shard refuses.
+    assert casts_of_step(lambda: halve(weight)) == (2, 1)
+    with patch.object(shards_reference, "cast_shards", wraps=shards_reference.cast_shards) as casts, torch.no_grad():
+        model(x)
+        model(x)
+    assert casts.call_count == 4
+    assert all(group._sent is None for block in model.blocks for group in state_of(block).groups if has_codes(group))
+
+
+@torch.no_grad()
+def halve(weight: DTensor) -> None:
+    weight.to_local().mul_(0.5)
+
+
+def has_codes(group: ParamGroup) -> bool:
+    return isinstance(group, ExtensionGroup)
+
+
+@on_ranks(2, 3)
+@RECIPES
+def test_what_is_cast_at_once_is_what_is_cast_one_by_one(recipe: str) -> None:
+    """Also of ranks that have fewer rows, and none."""
+    torch.manual_seed(0)
+    model = quietly(nn.Sequential(nn.Linear(DIM, 16), nn.Linear(16, 48, bias=False), nn.Linear(48, 64)), recipe)
+    other = copy.deepcopy(model)
+    found = []
+    for one, together in ((model, Float8Gather.fsdp_pre_all_gather_together), (other, None)):
+        with patch.object(Float8Gather, "fsdp_pre_all_gather_together", together):
+            if together is None:
+                del Float8Gather.fsdp_pre_all_gather_together
+            fully_shard(one)
+            one.unshard()
+            found.append([layer.weight for layer in one if isinstance(layer.weight, Float8Weight)])
+    assert len(found[0]) == len(found[1]) == 2
+    for weight, wished in zip(*found, strict=True):
+        assert torch.equal(weight.codes.view(torch.uint8), wished.codes.view(torch.uint8))
+        assert torch.equal(weight.scales, wished.scales)
 
 
 PLAN = {"blocks.*.gate": ColwiseParallel(), "blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}

@@ -12,10 +12,10 @@ from torch import nn
 import disttrain
 from disttrain.compiling import compile_blocks
 from disttrain.dtensor import CommDebugMode
-from disttrain.dtensor.spec.shard_sizes import piece
 from disttrain.errors import BackendError, ShapeError
 from disttrain.fsdp2 import fully_shard
 from disttrain.kernels import AdamW, linear_cross_entropy, loss_from_head, use_kernels
+from disttrain.pieces import piece
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.cases.kernels import drawn
 from tests.cases.shardings import mesh_of

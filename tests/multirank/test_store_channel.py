@@ -10,10 +10,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 
-from disttrain.errors import StoreTimeoutError
-from disttrain.store import TCPStore
+from disttrain.errors import StoreConnectionError, StoreTimeoutError
+from disttrain.store import PrefixStore, TCPStore
+from disttrain.store.responder import Responder
 
 ENGINES = [engine for engine in ("pyuv", "uvloop") if importlib.util.find_spec(engine)]
 EVERY_SERVER = pytest.mark.parametrize("store", [*ENGINES, f"{ENGINES[0]}-tls"], indirect=True)
@@ -136,3 +138,53 @@ def test_large_and_small_requests_share_a_connection(store: TCPStore) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))
+
+
+def test_listeners_share_a_connection_and_are_closed_each_on_its_own(store: TCPStore) -> None:
+    counted = store.clone()
+    before = num_connections(store)
+    listeners = [PrefixStore("heard", store).listener() for _ in range(5)]
+    assert num_connections(store) == before + 1
+    with ThreadPoolExecutor(5) as pool:
+        # Each waits; the first of them leads, and is the first to be closed.
+        waiting = []
+        for number, listener in enumerate(listeners):
+            waiting.append(pool.submit(listener.queue_pop, f"q{number}", True, 50.0))
+            time.sleep(0.02)
+        for number in (0, 3):
+            listeners[number].close()
+            with pytest.raises(StoreConnectionError, match="it was closed"):
+                waiting[number].result(10.0)
+            with pytest.raises(StoreConnectionError, match="it was closed"):
+                listeners[number].get("anything")
+        for number in (1, 2, 4):
+            counted.queue_push(f"heard/q{number}", str(number))
+            assert waiting[number].result(10.0) == str(number).encode()
+        # What a closed one waited for takes nothing.
+        counted.queue_push("heard/q0", "kept")
+        assert counted.queue_len("heard/q0") == 1
+    for listener in listeners:
+        listener.close()
+        listener.close()
+    assert num_connections(store) == before
+    again = store.listener()
+    assert again.queue_pop("heard/q0") == b"kept"
+    again.close()
+    counted.close()
+
+
+@pytest.mark.parametrize("num_members", [2, 8])
+def test_all_that_waits_idly_has_one_connection(store: TCPStore, num_members: int) -> None:
+    before = num_connections(store)
+    members = [Responder(store, f"part {number}", 0, str.encode) for number in range(num_members)]
+    assert num_connections(store) == before + 1
+    assert members[0].ask([0], 10.0, "well") == {0: b"well"}
+    for member in members:
+        member.close()
+    assert num_connections(store) == before
+
+
+def num_connections(store: TCPStore) -> int:
+    """Of this process, to the store's server."""
+    ends = psutil.Process().net_connections("tcp")
+    return sum(bool(end.raddr) and end.raddr.port == store.port and end.status == "ESTABLISHED" for end in ends)

@@ -1,4 +1,5 @@
-"""One suite that every store passes: TCPStore on each engine, FileStore, HashStore, and a PrefixStore over each."""
+"""One suite that every store passes: TCPStore on each engine, and by a proxy, FileStore, HashStore, a PrefixStore over
+each."""
 
 from __future__ import annotations
 
@@ -23,12 +24,13 @@ from disttrain.errors import (
     StoreQueueEmptyError,
     StoreTimeoutError,
 )
-from disttrain.store import FileStore, HashStore, PrefixStore, Store, TCPStore, new_token
+from disttrain.store import FileStore, HashStore, PrefixStore, ServerProcess, Store, TCPStore, new_token, spawn_server
+from disttrain.store.proxy.address import UpstreamAddress
 from disttrain.store.serving import process
 from tests.forkserver.process import ForkedProcess, ForkServer
 
 ENGINES = [engine for engine in ("pyuv", "uvloop") if importlib.util.find_spec(engine)]
-KINDS = [*(f"tcp-{engine}" for engine in ENGINES), "tls", "file", "hash"]
+KINDS = [*(f"{way}-{engine}" for way in ("tcp", "proxy") for engine in ENGINES), "tls", "file", "hash"]
 SOON_S = 0.05
 LONG_S = 30.0
 
@@ -46,10 +48,18 @@ def forked_servers(launcher_fork_server: ForkServer) -> Iterator[None]:
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     kind = request.param.removeprefix("prefix-")
     inner: Store
+    servers: list[ServerProcess] = []
     if kind == "file":
         inner = FileStore(tmp_path / "store", timeout=LONG_S)
     elif kind == "hash":
         inner = HashStore(LONG_S)
+    elif kind.startswith("proxy-"):
+        monkeypatch.setenv("DISTTRAIN_STORE_ENGINE", kind.removeprefix("proxy-"))
+        token = new_token()
+        behind = spawn_server("127.0.0.1", 0, token)
+        proxy = spawn_server("127.0.0.1", 0, token, upstream=UpstreamAddress("127.0.0.1", behind.port))
+        inner = TCPStore("127.0.0.1", proxy.port, timeout=LONG_S, token=token)
+        servers += [proxy, behind]
     else:
         if kind == "tls":
             request.getfixturevalue("tls_settings")
@@ -58,6 +68,8 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         inner = TCPStore("127.0.0.1", 0, is_master=True, timeout=LONG_S, token=new_token())
     yield PrefixStore("inside", inner) if request.param.startswith("prefix-") else inner
     inner.close()
+    for server in servers:
+        server.close()
 
 
 @pytest.fixture

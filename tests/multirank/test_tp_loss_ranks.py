@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 import disttrain
 from disttrain.dtensor import CommDebugMode, Replicate, Shard, distribute_tensor
-from disttrain.dtensor.spec.shard_sizes import piece
 from disttrain.errors import BackendError, ShapeError
+from disttrain.pieces import piece
 from disttrain.testing.pytest_plugin import on_ranks
 from disttrain.tp.loss.context import loss_parallel
 from disttrain.tp.loss.vocab_parallel import vocab_parallel_cross_entropy

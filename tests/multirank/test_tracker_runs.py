@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 import disttrain
+from disttrain.errors import SettingError
 from disttrain.testing import RankPool
 from disttrain.trackers import MLflow, TensorBoard, WandB, track
 
@@ -44,7 +44,6 @@ def _run_twice(rank_pool: RankPool, folder: Path, kind: str) -> str:
         arguments = {"folder": str(folder), "kind": kind, "first_step": first_step, "num_steps": num_steps}
         loaded = rank_pool.run(2, _train, arguments)
         assert loaded[1] == []  # rank 0 alone writes
-        time.sleep(1.1)  # W&B names the files of a run by the second in which it begins
     ids: dict[str, str] = json.loads((folder / "checkpoints" / "trackers.json").read_text())
     return ids[kind]
 
@@ -88,6 +87,14 @@ def test_mlflow(rank_pool: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyP
     losses = {metric.step: metric.value for metric in client.get_metric_history(run_id, "loss")}
     assert losses == LOSSES
     assert {metric.value for metric in client.get_metric_history(run_id, "tokens_per_s")} == {200.0}
+
+
+def test_a_folder_that_mlflow_refuses_is_told_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE", raising=False)
+    tracker = MLflow("llama", tracking_uri=f"file:{tmp_path}/mlruns")
+    said = r"MLflow: it writes to no folders, and tracking_uri is file:.*mlruns\. .*set MLFLOW_ALLOW_FILE_STORE=true"
+    with pytest.raises(SettingError, match=said):
+        tracker.open(None, 0, {})
 
 
 def test_weights_and_biases_offline(rank_pool: RankPool, tmp_path: Path) -> None:

@@ -3,7 +3,9 @@ a folder elsewhere, and print what it shows."""
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,10 +21,15 @@ def _words(text: str, folder: Path) -> str:
     return " ".join(text.replace(f"{folder}/", "").split())
 
 
+PYTHONS = [sys.executable, *filter(None, os.environ.get("DISTTRAIN_TEST_PYTHONS", "").split(os.pathsep))]
+"""This one, and those of other versions, with torch and what else the wheel needs, that `make wheels` has prepared."""
+
+
 @pytest.mark.timeout(600)
-def test_the_tutorial_does_what_it_shows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("base", PYTHONS)
+def test_the_tutorial_does_what_it_shows(tmp_path: Path, base: str) -> None:
     """Its programs load torch for themselves, since forks would have the repository's disttrain."""
-    variables = new_environment(tmp_path / "environment", built_wheel(tmp_path / "wheel"))
+    variables = new_environment(tmp_path / "environment", built_wheel(tmp_path / "wheel"), base)
     folder = tmp_path / "empty"
     folder.mkdir()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import venv
 from pathlib import Path
 
 import pytest
@@ -22,15 +21,19 @@ def built_wheel(folder: Path) -> Path:
     return wheel
 
 
-def new_environment(folder: Path, wheel: Path) -> dict[str, str]:
+def new_environment(folder: Path, wheel: Path, base: str = sys.executable) -> dict[str, str]:
     """Variables by which a shell has a new environment's programs first.
 
-    What the wheel needs is found where this Python has it; but not disttrain, which is no package of these folders.
+    What the wheel needs is found where the Python `base` has it; but not disttrain, which is no package of these
+    folders.
     """
-    venv.create(folder)
+    subprocess.run([base, "-m", "venv", "--without-pip", str(folder)], check=True, capture_output=True)
     python = folder / "bin" / "python"
     (site,) = folder.glob("lib/python*/site-packages")
-    others = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    asked = subprocess.run(
+        [base, "-c", "import sys; print(*sys.path, sep='\\n')"], capture_output=True, text=True, check=True
+    )
+    others = [path for path in asked.stdout.splitlines() if Path(path).name in ("site-packages", "dist-packages")]
     (site / "others.pth").write_text("\n".join(others), encoding="utf-8")
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install"]
     options = ["--quiet", "--no-index", "--no-deps", "--no-compile", "--ignore-installed"]

@@ -250,10 +250,17 @@ def test_what_differs_is_found_and_nothing_else(one: Any, other: Any) -> None:
 
 
 def test_values_are_compared_among_the_ranks_that_have_them() -> None:
-    assert shared_names([["a", "b"], ["b", "c", "a"], ["c", "d"]]) == [
+    alike = ["c", "d"]
+    names = [["a", "b"], ["b", "c", "a"], alike]
+    assert [shared_names(names, rank, list) for rank in range(3)] == [
         [(0, ["a", "b"])],
         [(0, ["a", "b"]), (1, ["c"])],
         [(1, ["c"])],
+    ]
+    assert [shared_names([*names, alike], rank, list) for rank in (0, 2, 3)] == [
+        [(0, ["a", "b"])],
+        [(1, ["c"]), (2, ["d"])],
+        [(1, ["c"]), (2, ["d"])],
     ]
     assert differing_groups([[[0, b"1"]], [[0, b"1"], [1, b"2"]], [[1, b"3"]]]) == [1]
 

@@ -1,6 +1,7 @@
-"""A save of format version 1, made by two ranks and kept: it must stay readable for ever.
+"""A save of each version of the format, made by two ranks and kept: they must stay readable for ever.
 
-`python tests/unit/test_checkpoint_golden.py FOLDER` made it, and makes another one like it when there is a version 2.
+`python tests/unit/test_checkpoint_golden.py FOLDER` made them, and makes another one like them when there is a new
+version.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ import xxhash
 from disttrain import get_rank, init_device_mesh
 from disttrain.checkpoint import PerRank, Value, load, load_full, save
 from disttrain.checkpoint.cli import main
-from disttrain.checkpoint.format.manifest import encode
+from disttrain.checkpoint.format.encoding import encode
 from disttrain.checkpoint.format.reading import decode
 from disttrain.dtensor import Replicate, Shard, distribute_tensor
 from disttrain.dtensor.spec.placement import Placement
 from disttrain.errors import CheckpointError
 from disttrain.testing import run_threads
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoint-v1"
+FOLDER = Path(__file__).parents[1] / "golden"
 DTYPES = [torch.bfloat16, torch.bool, torch.complex128, torch.float8_e4m3fn, torch.float32, torch.int64, torch.uint16]
 
 
@@ -43,6 +44,13 @@ def values() -> dict[str, Any]:
         "array": np.arange(6, dtype=np.int16).reshape(2, 3),
         "dtype": torch.bfloat16,
     }
+
+
+@pytest.fixture(params=[1, 2], ids=["version 1", "version 2"])
+def golden(request: pytest.FixtureRequest) -> Path:
+    folder = FOLDER / f"checkpoint-v{request.param}"
+    assert json.loads((folder / "manifest.json").read_bytes())["content"]["version"] == request.param
+    return folder
 
 
 def make(folder: Path) -> None:
@@ -72,8 +80,8 @@ def raw(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def test_it_is_loaded_whole() -> None:
-    state = load_full(GOLDEN)
+def test_it_is_loaded_whole(golden: Path) -> None:
+    state = load_full(golden)
     assert {name: raw(tensor) for name, tensor in state["rows"].items()} == {
         str(dtype): raw(whole(dtype)) for dtype in DTYPES
     }
@@ -91,37 +99,37 @@ def test_it_is_loaded_whole() -> None:
     assert (state["open"][1], state["open"]["two"].tolist()) == ("one", [1.5, 2.5])
 
 
-def test_it_is_loaded_by_other_ranks() -> None:
+def test_it_is_loaded_by_other_ranks(golden: Path) -> None:
     def on_each_rank() -> None:
         mesh = init_device_mesh("cpu", (3,))
         weight = distribute_tensor(torch.zeros(5, 3), mesh, [Shard(0)], src_data_rank=None)
         own = {"columns": weight, "own": PerRank(None)}
-        load(own, GOLDEN, allow=["unexpected"])
+        load(own, golden, allow=["unexpected"])
         assert weight.full_tensor().tolist() == whole(torch.float32).tolist()
         assert own["own"] == PerRank([get_rank() % 2, "x"], get_rank() % 2)
 
     run_threads(3, on_each_rank)
 
 
-def test_its_bytes_are_verified(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", str(GOLDEN)]) == 0
+def test_its_bytes_are_verified(golden: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(golden)]) == 0
     assert "whole" in capsys.readouterr().out
 
 
-def test_the_safetensors_package_reads_its_files() -> None:
-    with safetensors.safe_open(GOLDEN / "rank-00001.safetensors", "pt") as file:
+def test_the_safetensors_package_reads_its_files(golden: Path) -> None:
+    with safetensors.safe_open(golden / "rank-00001.safetensors", "pt") as file:
         assert file.metadata()["format"] == "disttrain-checkpoint"
         assert file.get_tensor("rows/torch.float32@3,0").tolist() == whole(torch.float32)[3:].tolist()
 
 
-def test_its_manifest_is_written_as_it_was() -> None:
-    data = (GOLDEN / "manifest.json").read_bytes()
+def test_its_manifest_is_written_as_it_was(golden: Path) -> None:
+    data = (golden / "manifest.json").read_bytes()
     assert encode(decode(data, "manifest")) == data
 
 
-def test_a_damaged_manifest_is_one_error() -> None:
+def test_a_damaged_manifest_is_one_error(golden: Path) -> None:
     """Cut off at every byte, and a bit flipped in each."""
-    data = (GOLDEN / "manifest.json").read_bytes()
+    data = (golden / "manifest.json").read_bytes()
     manifest = decode(data, "m")
     num_meaningless = 0
     for place in range(len(data)):
@@ -147,9 +155,9 @@ def places_in(node: Any) -> list[tuple[Any, Any]]:
 @pytest.mark.parametrize(
     "lie", [None, True, -1, 1 << 70, float("inf"), 0.5, "", "../x", "\ud800", [], {}, [None], {"": 0}]
 )
-def test_a_manifest_that_lies_under_a_right_checksum_is_one_error(lie: Any) -> None:
+def test_a_manifest_that_lies_under_a_right_checksum_is_one_error(golden: Path, lie: Any) -> None:
     """Each entry in turn: it is refused, or makes a manifest that can be written again."""
-    content = json.loads((GOLDEN / "manifest.json").read_bytes())["content"]
+    content = json.loads((golden / "manifest.json").read_bytes())["content"]
     num_refused = 0
     for container, key in places_in(content)[::3]:
         was, container[key] = container[key], lie

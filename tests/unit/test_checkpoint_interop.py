@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,6 +19,7 @@ from disttrain.checkpoint.cli import main
 from disttrain.checkpoint.interop import convert, load_dcp, load_safetensors, load_torch, save_dcp, save_safetensors
 from disttrain.checkpoint.storage.base import ReadableFile
 from disttrain.errors import CheckpointError
+from disttrain.pickles import parse
 from tests.cases.checkpoints import as_bytes, nested, tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -93,6 +95,32 @@ def test_a_pickle_that_would_run_code_is_refused_and_not_run(tmp_path: Path) -> 
     assert not proof.exists()
     pickle.loads((tmp_path / "dcp" / ".metadata").read_bytes())  # noqa: S301  ours, and what it makes is the proof
     assert proof.exists()
+
+
+def test_values_that_hold_each_other_many_times_are_refused(tmp_path: Path) -> None:
+    twice: Any = []
+    for _ in range(60):
+        twice = [twice, twice]
+    by_name: Any = {}
+    for _ in range(60):
+        by_name = {"a": by_name, "b": by_name}
+    itself: Any = []
+    itself.append(itself)
+    crafted = {
+        "so often": [pickle.dumps(value, protocol=2) for value in (twice, by_name)],
+        "holds itself": [pickle.dumps(itself, protocol=2)],
+        "more than 500 deep": [b"\x80\x02" + b"]" * 900 + b"a" * 899 + b"."],  # each list is put into the one before
+    }
+    for said, pickles in crafted.items():
+        for pickled in pickles:
+            with pytest.raises(ValueError, match=said):
+                parse(pickled)
+            with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
+                archive.writestr("archive/data.pkl", pickled)
+            with pytest.raises(CheckpointError, match=said):
+                load_torch({"w": 0}, tmp_path / "x.pt")
+    shared = list(range(100))
+    assert parse(pickle.dumps([shared] * 1000, protocol=2)) == [shared] * 1000
 
 
 def test_paths_out_of_the_folder_are_refused(tmp_path: Path) -> None:

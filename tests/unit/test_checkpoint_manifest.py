@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from disttrain.checkpoint.format.box import Box
 from disttrain.checkpoint.format.dtypes import dtype_name
-from disttrain.checkpoint.format.manifest import Chunk, Manifest, SavedFile, SavedTensor, block_checksums, encode
+from disttrain.checkpoint.format.encoding import encode
+from disttrain.checkpoint.format.manifest import Chunk, Manifest, SavedFile, SavedTensor, block_checksums
 from disttrain.checkpoint.format.reading import decode
 from disttrain.checkpoint.format.rules import ITEM_BYTES, have_overlap
 from disttrain.errors import CheckpointCorruptError, CheckpointError
@@ -97,8 +98,8 @@ def sealed(content: object) -> bytes:
     [
         ({"format": "other"}, "m has format 'other', not 'disttrain-checkpoint'"),
         (
-            {"format": "disttrain-checkpoint", "version": 2, "made_by": "disttrain 9"},
-            r"m has version 2, this disttrain reads version 1. Use the disttrain that wrote it \(disttrain 9\)",
+            {"format": "disttrain-checkpoint", "version": 3, "made_by": "disttrain 9"},
+            r"m has version 3, this disttrain reads versions 1 to 2. Use the disttrain that wrote it \(disttrain 9\)",
         ),
         ({"format": "disttrain-checkpoint", "version": 1}, "m lacks or misspells 'save_id'"),
     ],

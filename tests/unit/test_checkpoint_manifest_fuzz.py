@@ -10,9 +10,11 @@ import json
 import os
 import re
 import tempfile
+import zlib
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import torch
 import xxhash
 from hypothesis import given, settings
@@ -21,6 +23,7 @@ from hypothesis import strategies as st
 from disttrain import get_rank, init_device_mesh
 from disttrain.checkpoint import PerRank, load, load_full, save
 from disttrain.checkpoint.cli import main
+from disttrain.checkpoint.format.manifest import TABLES
 from disttrain.dtensor import Shard, distribute_tensor
 from disttrain.errors import CheckpointCorruptError, CheckpointError
 from disttrain.testing import run_threads
@@ -137,25 +140,62 @@ def test_a_changed_manifest_is_loaded_right_or_refused(data: st.DataObject) -> N
     with tempfile.TemporaryDirectory() as base:
         folder = Path(base) / "save"
         folder.mkdir()
-        for file in whole.glob("rank-*"):
+        for file in (*whole.glob("rank-*"), whole / TABLES):
             os.link(file, folder / file.name)
         write_manifest(folder, content)
-        state = plain_state()
-        try:
-            load(state, folder)
-            assert readable(state) == expected
-        except CheckpointError as error:
-            clear(error)
-        is_whole = commanded("verify", str(folder)) == 0
-        try:
-            load_full(folder)
-        except CheckpointError as error:
-            clear(error)
-            is_damaged = isinstance(error, CheckpointCorruptError)
-        else:
-            is_damaged = False
-        assert not (is_whole and is_damaged)
-        for command in (["ls"], ["ls", "--json"], ["diff", "--values", str(whole)]):
-            assert commanded(*command, str(folder)) in (0, 1, 2)
-        for form in ("dcp", "safetensors"):
-            assert commanded("convert", str(folder), f"{base}/{form}", "--to", form, "--without", "own") in (0, 1, 2)
+        check_use(folder, whole, expected)
+
+
+def check_use(folder: Path, whole: Path, expected: str) -> None:
+    """All ways to read a save say what was saved, or why not."""
+    state = plain_state()
+    try:
+        load(state, folder)
+        assert readable(state) == expected
+    except CheckpointError as error:
+        clear(error)
+    is_whole = commanded("verify", str(folder)) == 0
+    try:
+        load_full(folder)
+    except CheckpointError as error:
+        clear(error)
+        is_damaged = isinstance(error, CheckpointCorruptError)
+    else:
+        is_damaged = False
+    assert not (is_whole and is_damaged)
+    for command in (["ls"], ["ls", "--json"], ["diff", "--values", str(whole)]):
+        assert commanded(*command, str(folder)) in (0, 1, 2)
+    for form in ("dcp", "safetensors"):
+        target = str(folder.with_name(form))
+        assert commanded("convert", str(folder), target, "--to", form, "--without", "own") in (0, 1, 2)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_a_changed_table_is_loaded_right_or_refused(data: st.DataObject) -> None:
+    """Under right checksums."""
+    _, whole, content, expected = saved()
+    content = copy.deepcopy(content)
+    packed = (whole / TABLES).read_bytes()
+    rows = {name: file["table"] for name, file in content["files"].items()}
+    tables = {}
+    for name, (offset, num_bytes, _) in rows.items():
+        tables[name] = msgpack.unpackb(zlib.decompress(packed[offset : offset + num_bytes]))
+    for _ in range(data.draw(st.integers(1, 2), label="changes")):
+        tables = changed(data, tables)
+    with tempfile.TemporaryDirectory() as base:
+        folder = Path(base) / "save"
+        folder.mkdir()
+        for file in whole.glob("rank-*"):
+            os.link(file, folder / file.name)
+        written = b""
+        for name, file in content["files"].items():
+            try:
+                table = zlib.compress(msgpack.packb(tables.get(name)))
+            except (OverflowError, ValueError):  # what msgpack cannot have
+                continue
+            file["table"] = [len(written), len(table), xxhash.xxh3_64_hexdigest(table)]
+            written += table
+        (folder / TABLES).write_bytes(written)
+        write_manifest(folder, content)
+        check_use(folder, whole, expected)

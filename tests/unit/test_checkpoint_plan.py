@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from disttrain.checkpoint.format.box import Box
 from disttrain.checkpoint.format.manifest import Chunk, Manifest, SavedTensor
 from disttrain.checkpoint.layout import TensorSpec, parts_at
-from disttrain.checkpoint.plan import SPLIT_BYTES, Outline, RankPlan, plan_load, plan_save, with_one_way
+from disttrain.checkpoint.outline import Outline, with_one_way
+from disttrain.checkpoint.plan import SPLIT_BYTES, RankPlan, plan_load, plan_save
 from disttrain.dtensor import Placement, Replicate, Shard, StridedShard
 from disttrain.errors import CheckpointCorruptError, CheckpointError
 
@@ -60,7 +62,7 @@ def worlds(draw: st.DrawFn) -> tuple[int, dict[str, TensorSpec]]:
     return world_size, {f"t{place}": draw(shardings(shape, world_size)) for place, shape in enumerate(shapes)}
 
 
-def count(plans: list[RankPlan], name: str, shape: tuple[int, ...]) -> np.ndarray:
+def count(plans: Sequence[RankPlan], name: str, shape: tuple[int, ...]) -> np.ndarray:
     """How often each element of a tensor is written."""
     times = np.zeros(shape, int)
     for plan in plans:
@@ -148,7 +150,7 @@ def own_piece(whole: np.ndarray, placement: Placement, axis_size: int, place: in
     return np.concatenate(pieces, dim)
 
 
-def manifest_of(plans: list[RankPlan], tensors: dict[str, TensorSpec]) -> Manifest:
+def manifest_of(plans: Sequence[RankPlan], tensors: dict[str, TensorSpec]) -> Manifest:
     chunks = [
         (name, Chunk(f"rank-{rank}", 0, 2 * box.num_elements, box, b""))
         for rank, plan in enumerate(plans)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from disttrain.checkpoint import LocalStorage
 from disttrain.checkpoint.format import image
 from disttrain.checkpoint.format.box import Box
-from disttrain.checkpoint.format.manifest import Manifest, SavedTensor
+from disttrain.checkpoint.format.manifest import Manifest, SavedTensor, file_name
 from disttrain.checkpoint.loading import fetches, reader
 from disttrain.checkpoint.plan import plan_load
 from disttrain.checkpoint.saving import writer
@@ -104,7 +104,7 @@ def saved(tensors: dict[str, torch.Tensor]) -> tuple[MemoryStorage, Manifest]:
         save_id="id",
         world_size=1,
         made_by="a test",
-        files={image.file_name(0): written.file},
+        files={file_name(0): written.file},
         tensors={
             name: SavedTensor(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), (chunk,))
             for (name, chunk), tensor in zip(written.parts, tensors.values(), strict=True)

@@ -12,7 +12,8 @@ from disttrain.checkpoint.format.box import Box, boxes_of_range
 from disttrain.checkpoint.format.manifest import Chunk, Manifest, SavedTensor
 from disttrain.checkpoint.layout import TensorSpec
 from disttrain.checkpoint.loading.sharing import SharedFetch, plan_shared, shared_boxes
-from disttrain.checkpoint.plan import Outline, plan_load, plan_save
+from disttrain.checkpoint.outline import Outline
+from disttrain.checkpoint.plan import plan_load, plan_save
 from tests.unit.test_checkpoint_plan import SHAPES, shardings
 
 BLOCK_BYTES = 8
@@ -53,8 +54,11 @@ def test_each_rank_gets_all_and_each_shared_byte_is_read_once(
     reload: tuple[Manifest, list[dict[str, TensorSpec]]],
 ) -> None:
     manifest, wants = reload
-    boxes = shared_boxes(wants)
+    boxes = all_shared(wants)
     plan = plan_shared(manifest, boxes, max_bytes=2 * BLOCK_BYTES)
+    for rank in range(len(wants)):
+        own = plan_shared(manifest, shared_boxes(wants, rank), max_bytes=2 * BLOCK_BYTES)
+        assert own == [shared for shared in plan if rank in shared.holders]
     assert all(len(shared.holders) > 1 and shared.reader in shared.holders for shared in plan)
     for holders, by_name in boxes.items():
         read = Counter(place for shared in plan if shared.holders == holders for place in places_read(shared))
@@ -70,6 +74,16 @@ def test_each_rank_gets_all_and_each_shared_byte_is_read_once(
             assert set(shared_with) <= mine
             alone = {box for box in mine if len(all_boxes(wants, name, sharding)[box]) == 1}
             assert mine - set(shared_with) == alone
+
+
+def all_shared(wants: list[dict[str, TensorSpec]]) -> dict[tuple[int, ...], dict[str, list[Box]]]:
+    """What any ranks share, of which each knows its own; all that share something know the same of it."""
+    boxes: dict[tuple[int, ...], dict[str, list[Box]]] = {}
+    for rank in range(len(wants)):
+        for holders, by_name in shared_boxes(wants, rank).items():
+            assert rank in holders
+            assert boxes.setdefault(holders, by_name) == by_name
+    return boxes
 
 
 def all_boxes(wants: list[dict[str, TensorSpec]], name: str, sharding: TensorSpec) -> dict[Box, set[int]]:
@@ -95,7 +109,7 @@ def places_wanted(read: object) -> list[tuple[str, int]]:
 def test_readers_take_turns_by_bytes() -> None:
     saved = {"w": TensorSpec((1 << 20,), "uint8"), "v": TensorSpec((1 << 19,), "uint8")}
     manifest = manifest_of(saved, 1)
-    plan = plan_shared(manifest, shared_boxes([saved] * 4), max_bytes=1 << 16)
+    plan = plan_shared(manifest, shared_boxes([saved] * 4, 0), max_bytes=1 << 16)
     by_reader = Counter()
     for shared in plan:
         by_reader[shared.reader] += shared.fetch.num_bytes

@@ -25,6 +25,8 @@ from disttrain.kernels import Float8Linear, Float8Weight, float8_linear, use_flo
 from disttrain.kernels.float8 import operator as float8
 from disttrain.kernels.float8 import reference as float8_reference
 from disttrain.kernels.float8.operator import cast, multiply
+from disttrain.kernels.float8.shards import cast_shards
+from disttrain.kernels.float8.shards_reference import Shard
 from disttrain.weight_grads import Grads, kept_by
 from tests.cases.kernels import IMPLEMENTATIONS, drawn, use_implementation, values_and_grads
 
@@ -96,6 +98,31 @@ def test_casts_of_exact_values(
     again = cast(codes, E4, by_rows=by_rows, in_scales=scales)
     assert torch.equal(again.rows.float() * again.row_scales[:, None], x)
     assert torch.equal((again.columns.float() * again.column_scales[:, None])[:, : shape[0]], x.t())
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_shards_are_cast_at_once_as_one_by_one(
+    by_rows: bool, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With padding, without rows, and of other sizes each."""
+    use_implementation(implementation, monkeypatch)
+    sizes = [(37, 80, 40), (0, 16, 3), (200, 48, 200), (3, 1040, 7)]
+    shards, sent, end = [], torch.full((40000,), 77, dtype=torch.uint8), 0
+    for seed, (num_rows, num_columns, num_padded) in enumerate(sizes):
+        values = whole_numbers(num_rows, num_columns, seed=seed) * (2.0**seed)
+        num_scales = num_padded if by_rows else 1
+        shards.append(Shard(values.bfloat16(), num_padded, end, end + num_padded * num_columns))
+        end += num_padded * num_columns + (4 * num_scales + 15) // 16 * 16
+    cast_shards(shards, sent, E4, by_rows=by_rows)
+    for values, num_padded, codes_start, scales_start in shards:
+        wished = float8_reference.cast(values, None, 1, E4, by_rows, True, False)
+        codes = sent[codes_start:scales_start].view(E4).view(num_padded, -1).float()
+        assert torch.equal(codes[: len(values)], wished[0].float())
+        assert not codes[len(values) :].any()
+        scales = sent[scales_start:].view(torch.float32)[: num_padded if by_rows else 1]
+        assert torch.equal(scales[: len(wished[1])], wished[1])
+        assert scales[len(wished[1]) :].eq(1.0).all()
 
 
 def test_products_of_exact_values() -> None:
@@ -215,7 +242,7 @@ def test_gpus_without_float8_are_told_once(monkeypatch: pytest.MonkeyPatch) -> N
     float8._obstacle_on.cache_clear()
     monkeypatch.setenv("DISTTRAIN_KERNELS", "triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(float8, "_obstacle", lambda _: "the GPU is old.")
+    monkeypatch.setattr(float8, "obstacle", lambda _: "the GPU is old.")
     with pytest.raises(BackendError, match="the GPU is old"):
         cast(torch.ones(2, 16), E4, by_rows=False)
 

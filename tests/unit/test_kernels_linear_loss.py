@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 import disttrain
 from disttrain.dtensor import DTensor, Replicate, Shard
-from disttrain.dtensor.spec.shard_sizes import piece
 from disttrain.errors import DisttrainError, GroupError, LayoutError, ShapeError
 from disttrain.kernels import linear_cross_entropy
 from disttrain.kernels.cross_entropy.plan import FEWEST_ROWS, plan_blocks
+from disttrain.pieces import piece
 from disttrain.testing import run_threads
 from tests.cases.kernels import IMPLEMENTATIONS, drawn, judge, use_implementation
 from tests.cases.shardings import laid_out, mesh_of

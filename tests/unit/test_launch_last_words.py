@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from disttrain_launch.output.dump_exchange import pack, unpack
 from disttrain_launch.output.holding import HOLD_S, HoldingVoice, without_frames
 from disttrain_launch.workers import last_words
-from disttrain_launch.workers.outcome import Failed, Interrupted, Requeued, outweighs
+from disttrain_launch.workers.outcome import Failed, Interrupted, Lost, Requeued, outweighs
 
 CHAINED = """\
 step 1
@@ -90,6 +90,9 @@ def test_a_rank_to_blame_outweighs_one_that_lost_it() -> None:
     assert not any((outweighs(lost, own), outweighs(own, own), outweighs(lost, lost)))
     assert outweighs(Requeued(0, 0, "host"), Interrupted(15, 0, "host"))
     assert not outweighs(own, Interrupted(15, 0, "host"))
+    store_gone = Lost("node 0's store went away")
+    assert outweighs(store_gone, lost)
+    assert not outweighs(store_gone, own)
 
 
 class Shown:

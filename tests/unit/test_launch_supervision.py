@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from itertools import pairwise
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -50,7 +51,7 @@ def exited(*ranks: int, failures: tuple[Failed, ...] = ()) -> WorkersExited:
     return WorkersExited(frozenset(ranks), failures)
 
 
-def supervision(*, asks_for_dumps: bool = False) -> Supervision:
+def supervision(*, asks_for_dumps: bool = False, shows_all: bool = False) -> Supervision:
     return Supervision(
         range(NUM_WORKERS),
         node_rank=0,
@@ -58,6 +59,7 @@ def supervision(*, asks_for_dumps: bool = False) -> Supervision:
         stop_grace_s=2.0,
         shutdown_timeout_s=30.0,
         asks_for_dumps=asks_for_dumps,
+        shows_all=shows_all,
     )
 
 
@@ -273,3 +275,11 @@ class AnyOrder(RuleBasedStateMachine):
 
 TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(max_examples=20)
+
+
+@pytest.mark.parametrize(("shows_all", "is_consequence"), [(False, False), (True, False), (False, True)])
+def test_others_may_say_why_they_end_where_that_is_of_use(shows_all: bool, is_consequence: bool) -> None:
+    machine = supervision(asks_for_dumps=True, shows_all=shows_all)
+    first = failed(1, is_consequence=is_consequence)
+    settle_s = SETTLE_S if shows_all or is_consequence else 0.0
+    assert machine.handle(exited(1, failures=(first,)))[0] == AskForDumps(settle_s)

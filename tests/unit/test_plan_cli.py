@@ -47,7 +47,15 @@ def test_it_lists_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert words[:5] == ["disttrain-launch", "--nnodes", "2", "--nproc-per-node", "8"]
 
 
-@pytest.mark.parametrize("arguments", [[], ["--mesh", "pp=4,dp=2,tp=2"], ["--mesh", "replicate=2,dp=8"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--mesh", "pp=4,dp=2,tp=2"],
+        ["--mesh", "replicate=2,dp=8"],
+        ["--mesh", "pp=8,dp=2", "--schedule", "Interleaved1F1B", "--batch-tokens", "131072"],
+    ],
+)
 def test_the_example_takes_the_command(arguments: list[str], tmp_path: Path) -> None:
     path = tmp_path / "plans.json"
     assert main([*ARGUMENTS, *arguments, "--json", str(path)]) == 0
@@ -59,6 +67,9 @@ def test_the_example_takes_the_command(arguments: list[str], tmp_path: Path) -> 
         assert found.sizes == config_named("8b")
         assert found.microbatches == plan["choice"]["num_microbatches"]
         assert (found.plan and found.plan.name) == plan["choice"]["schedule"]
+        assert found.stages_per_rank == plan["choice"]["stages_per_rank"]
+        if found.stages_per_rank is not None:
+            assert found.plan.num_stages == found.mesh.pp * found.stages_per_rank
         assert (found.recompute, found.compile) == (plan["choice"]["recomputes"], plan["choice"]["is_compiled"])
 
 

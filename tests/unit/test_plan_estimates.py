@@ -260,7 +260,7 @@ def test_a_pipeline_keeps_what_its_schedule_keeps(name: str) -> None:
     blocks = tuple(range(1, schedule.num_stages + 1))
     costs = Costs(live_bytes=tuple(7.0 * num for num in blocks), pending_bytes=tuple(5.0 * num for num in blocks))
     truth = [peak.num_bytes for peak in peaks(schedule, costs)]
-    found = [max(7 * live + 5 * pending for live, pending, _ in one) for one in profiles(name, 4, 16, blocks)]
+    found = [max(7 * live + 5 * pending for live, pending, _ in one) for one in profiles((name, 4, None), 16, blocks)]
     assert found == truth
 
 

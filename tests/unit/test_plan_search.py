@@ -9,7 +9,7 @@ import pytest
 
 from disttrain.errors import ScheduleError, SettingError
 from disttrain.plan import HARDWARE, PRESETS, Job, LlamaSizes, MeshSizes, find_plans, plan_of
-from disttrain.plan.job import meshes, why_not
+from disttrain.plan.job import PURE, meshes, why_not
 from disttrain.plan.reasons import why_first, why_not_first
 from disttrain.plan.search import choices, leanest
 from disttrain.plan.time.traffic import traffic_of
@@ -133,3 +133,41 @@ def test_rules(mesh: MeshSizes, words: str) -> None:
 def test_jobs_that_cannot_be(changes: dict[str, object], words: str) -> None:
     with pytest.raises(SettingError, match=words):
         replace(JOB, **changes)  # type: ignore[arg-type]
+
+
+HUGE = Job(PRESETS["405b"], 131_072, HARDWARE["h100"])
+
+
+def test_a_batch_that_is_too_small_is_named_and_so_is_what_would_fit() -> None:
+    """At 131,072 GPUs: a larger batch, a deeper pipeline, fewer GPUs, each of which has room."""
+    plans = find_plans(HUGE)
+    assert plans.plans == ()
+    cause, batch, deeper, fewer = plans.why_nothing
+    assert cause.startswith(
+        "The batch: 512 sequences a step do not divide among the ranks of dp, which are 1024 or more"
+    )
+    tokens = re.search(r"--batch-tokens (\d+)", batch)
+    assert tokens
+    assert find_plans(replace(HUGE, num_sequences=int(tokens[1]) // HUGE.seq_size), num_plans=1).plans
+    assert "--mesh pp=32,dp=512,tp=8" in deeper
+    assert find_plans(HUGE, num_plans=1, mesh=MeshSizes(pp=32, dp=512, tp=8)).plans
+    num_gpus = int(fewer.split()[0])
+    assert num_gpus < HUGE.num_gpus
+    assert find_plans(replace(HUGE, num_gpus=num_gpus), num_plans=1).plans
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        (replace(JOB, hardware=HARDWARE["a100"].with_changes(memory_gib=2)), "Memory: no mesh has room"),
+        (replace(JOB, num_gpus=148, num_sequences=20), "The batch: 20 sequences a step do not divide"),
+        (
+            Job(LlamaSizes(64, 1, 4, 4, 96, 100), 7, node_size=7, precision=PURE),
+            "The model: without fully_shard there is no dp",
+        ),
+    ],
+)
+def test_the_cause_is_named(job: Job, words: str) -> None:
+    plans = find_plans(job)
+    assert plans.plans == ()
+    assert plans.why_nothing[0].startswith(words)

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disttrain.dtensor.spec.placement import Replicate, Shard
-from disttrain.dtensor.spec.shard_sizes import contiguous_strides, local_shape_and_offset, piece, strides_of_whole
+from disttrain.dtensor.spec.shard_sizes import contiguous_strides, local_shape_and_offset, strides_of_whole
+from disttrain.pieces import piece
 
 
 @given(st.integers(0, 20), st.integers(1, 6))

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 import disttrain
 from disttrain.dtensor import CommDebugMode
-from disttrain.dtensor.spec.shard_sizes import piece
 from disttrain.errors import DisttrainError, GroupError, ShapeError
 from disttrain.kernels.cross_entropy import pieces as cross_entropy_pieces
+from disttrain.pieces import piece
 from disttrain.testing import run_threads
 from disttrain.tp.loss.vocab_parallel import vocab_parallel_cross_entropy
 from tests.cases.shardings import normal

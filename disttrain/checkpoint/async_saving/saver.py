@@ -25,7 +25,8 @@ from disttrain.checkpoint.async_saving.session import Session, Turn
 from disttrain.checkpoint.async_saving.staging import Stager
 from disttrain.checkpoint.async_saving.submission import Slot, Submission, as_ours
 from disttrain.checkpoint.memory.peer_memory import NodeMemory
-from disttrain.checkpoint.plan import Outline, RankPlan, plan_save
+from disttrain.checkpoint.outline import Outline
+from disttrain.checkpoint.plan import RankPlan, plan_save
 from disttrain.checkpoint.saving.alike import shared_names
 from disttrain.checkpoint.saving.commit import Contents, Target
 from disttrain.checkpoint.saving.consensus import Consensus
@@ -264,11 +265,13 @@ class AsyncSaver:
             outlines, differing = all_outlines(consensus, outline, {}, copies)
         elif not copies_are_alike:
             differing = consensus.agree(lambda: [{}, copies], lambda rows: look_at(consensus, rows))
-        contents = contents_of(outlines) if consensus.rank == 0 else None
-        part = plan_save(outlines, differing)[consensus.rank]
-        shared = shared_names([outline.compared for outline in outlines])[consensus.rank] if consensus.size > 1 else []
-        alike = [[name for name in outline.plain_tensors if name not in differing] for outline in outlines]
-        of_copies = shared_names(alike)[consensus.rank] if consensus.size > 1 else []
+        plans = plan_save(outlines, differing)
+        contents = contents_of(outlines, plans) if consensus.rank == 0 else None
+        part = plans[consensus.rank]
+        shared = shared_names(outlines, consensus.rank, lambda outline: outline.compared)
+        of_copies = shared_names(
+            outlines, consensus.rank, lambda outline: [name for name in outline.plain_tensors if name not in differing]
+        )
         self._plan = _Plan(described.digest, digest, part, contents, shared, of_copies, differing)
         if self._session is None:
             self._session = Session(consensus.party, token, self._memory)

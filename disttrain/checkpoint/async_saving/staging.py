@@ -116,7 +116,7 @@ def can_copy_on_device(items: Sequence[Item]) -> bool:
 
 def copied(items: Sequence[Item]) -> list[Item]:
     """The same items with tensors of their own, on their devices, in the order of the current stream."""
-    return [Item(item.name, item.box, item.tensor.detach().clone(), item.is_value) for item in items]
+    return [Item(item.name, item.box, item.tensor.detach().clone(), item.kind) for item in items]
 
 
 def _not_packed(

@@ -33,7 +33,8 @@ from disttrain.checkpoint.async_saving.job import (
     Job,
 )
 from disttrain.checkpoint.async_saving.wire import Wire
-from disttrain.checkpoint.format.image import Image, Written, file_name
+from disttrain.checkpoint.format.image import Image, Written
+from disttrain.checkpoint.format.manifest import file_name
 from disttrain.checkpoint.memory.peer_memory import NodeMemory
 from disttrain.checkpoint.memory.saving import Copies, arranged
 from disttrain.checkpoint.saving.alike import Group, differing_groups, refuse_differing

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from disttrain.checkpoint.format.dtypes import dtype_named
-from disttrain.checkpoint.format.manifest import Manifest, SavedTensor
+from disttrain.checkpoint.format.manifest import Manifest, TensorEntry
 from disttrain.checkpoint.state.tree import parts_of
 
 
@@ -26,7 +26,7 @@ def as_metadata(manifest: Manifest) -> Any:
     )
 
 
-def _of_tensor(saved: SavedTensor) -> Any:
+def _of_tensor(saved: TensorEntry) -> Any:
     # Here: half a second that who asks for nothing of torch's should not wait.
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 

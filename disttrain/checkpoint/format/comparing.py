@@ -10,7 +10,7 @@ import torch
 
 from disttrain.checkpoint.format.box import Box
 from disttrain.checkpoint.format.dtypes import dtype_named
-from disttrain.checkpoint.format.manifest import Chunk, Manifest, SavedTensor
+from disttrain.checkpoint.format.manifest import Chunk, Manifest, TensorEntry
 from disttrain.checkpoint.format.source import Source
 from disttrain.checkpoint.plan import plan_load
 from disttrain.process_group.calls.packing import pack
@@ -41,10 +41,10 @@ def find_differences(
 
 def compared_bytes(source: Source) -> int:
     """The number of bytes of the first save that a comparison of values reads."""
-    return sum(chunk.num_bytes for tensor in source.manifest.tensors.values() for chunk in tensor.chunks)
+    return sum(tensor.num_bytes for tensor in source.manifest.tensors.values())
 
 
-def _all_tensors(manifest: Manifest) -> dict[str, SavedTensor]:
+def _all_tensors(manifest: Manifest) -> dict[str, TensorEntry]:
     named = {name: manifest.tensor_named(name) for name in (*manifest.tensors, *manifest.same_as)}
     return {name: tensor for name, tensor in named.items() if tensor is not None}
 

@@ -8,16 +8,22 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from disttrain.checkpoint.format.box import Box
 from disttrain.checkpoint.format.manifest import BLOCK_BYTES, Chunk, SavedFile, block_checksums
+from disttrain.checkpoint.format.tables import encode_table
 
 _DATA_ALIGNMENT = 4096
 """The data begin at a multiple of it, so that they can be mapped and read with direct I/O."""
 
 SLICE_BYTES = 16 * BLOCK_BYTES
 """The bytes of a chunk that are passed on at once: whole blocks."""
+
+
+Kind = Literal["part", "tensor", "value", "own"]
+"""Of a chunk: part of a tensor that a mesh cuts; a tensor that the manifest lists, or a piece of it; a value; a value
+of this rank's own. The first and the last are in the file's table, the others in the manifest."""
 
 
 class Entry(NamedTuple):
@@ -28,7 +34,7 @@ class Entry(NamedTuple):
     num_bytes: int
     dtype: str
     shape: tuple[int, ...]
-    is_value: bool
+    kind: Kind
 
 
 class Extent(NamedTuple):
@@ -36,7 +42,7 @@ class Extent(NamedTuple):
 
     name: str
     box: Box
-    is_value: bool
+    kind: Kind
     offset: int
     num_bytes: int
 
@@ -70,7 +76,7 @@ class Image:
                 checksums.append(block_checksums(data, BLOCK_BYTES))
                 yield data
             chunk = Chunk(file, extent.offset, extent.num_bytes, extent.box, b"".join(checksums))
-            (written.values if extent.is_value else written.parts).append((extent.name, chunk))
+            written.rows_of(extent.kind).append((extent.name, chunk))
 
     def saved_file(self) -> SavedFile:
         return SavedFile(self.num_bytes, len(self.header), block_checksums(memoryview(self.header), BLOCK_BYTES))
@@ -100,7 +106,7 @@ def make_image(entries: Sequence[Entry], metadata: Mapping[str, str]) -> Image:
     return Image(
         header,
         [
-            Extent(entry.name, entry.box, entry.is_value, len(header) + offset, entry.num_bytes)
+            Extent(entry.name, entry.box, entry.kind, len(header) + offset, entry.num_bytes)
             for entry, offset in zip(entries, offsets, strict=False)
         ],
     )
@@ -124,29 +130,41 @@ def _key(entry: Entry) -> str:
 
 @dataclass(frozen=True)
 class Written:
-    """The results of one rank's writing: its file, and the chunks of each tensor and value in it."""
+    """The results of one rank's writing: its file, and the chunks of each tensor and value in it; in `rows` those that
+    its table has."""
 
     file: SavedFile | None = None
     parts: list[tuple[str, Chunk]] = field(default_factory=list)
     values: list[tuple[str, Chunk]] = field(default_factory=list)
+    rows: list[tuple[str, Chunk]] = field(default_factory=list)
+
+    def rows_of(self, kind: Kind) -> list[tuple[str, Chunk]]:
+        return {"tensor": self.parts, "value": self.values}.get(kind, self.rows)
 
     def to_plain(self) -> list[Any]:
         """Plain values for rank 0, which knows the file's name from the rank."""
         file = None if self.file is None else [self.file.num_bytes, self.file.header_bytes, self.file.header_checksums]
-        return [file, *([_row(name, chunk) for name, chunk in kind] for kind in (self.parts, self.values))]
+        listed = [[_row(name, chunk) for name, chunk in kind] for kind in (self.parts, self.values)]
+        return [file, *listed, encode_table(self.rows)]
+
+
+class Report(NamedTuple):
+    """The same as rank 0 has it, which does not look into the table."""
+
+    file: SavedFile | None
+    parts: list[tuple[str, Chunk]]
+    values: list[tuple[str, Chunk]]
+    table: bytes
 
     @classmethod
-    def from_plain(cls, plain: list[Any], file_name: str) -> Written:
-        file, parts, values = plain
+    def from_plain(cls, plain: list[Any], file_name: str) -> Report:
+        file, parts, values, table = plain
         return cls(
             None if file is None else SavedFile(*file),
             [_chunk(row, file_name) for row in parts],
             [_chunk(row, file_name) for row in values],
+            table,
         )
-
-
-def file_name(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
 
 
 def box_row(box: Box) -> list[list[int]]:

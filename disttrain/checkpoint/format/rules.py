@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 
 from disttrain.checkpoint.format.box import Box
-from disttrain.checkpoint.format.manifest import Chunk, Manifest, SavedTensor
+from disttrain.checkpoint.format.manifest import Chunk, Manifest, SavedFile, SavedTensor, TensorEntry
 
 _OF_ONE_BYTE = (
     "bits1x8 bits2x4 bits4x2 bits8 bool float4_e2m1fn_x2 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz "
@@ -82,31 +82,43 @@ def _of_files(manifest: Manifest) -> Iterator[str]:
             yield f"the header of {name} has {file.header_bytes} of its {file.num_bytes} bytes"
         if len(file.header_checksums) != 8 * -(-file.header_bytes // block_bytes):
             yield f"the header of {name} has {len(file.header_checksums)} bytes of checksums"
-    rows = sorted((chunk.file, chunk.offset, chunk.num_bytes, len(chunk.checksums)) for chunk in _chunks(manifest))
+    rows = sorted(
+        (chunk.file, chunk.offset, chunk.num_bytes, len(chunk.checksums)) for _, chunk in listed_chunks(manifest)
+    )
     for name, of_file in itertools.groupby(rows, key=itemgetter(0)):
         if name not in manifest.files:
             yield f"there is a chunk in {name!r}, which is no file of it"
-            continue
-        end, num_bytes_of_file = manifest.files[name].header_bytes, manifest.files[name].num_bytes
-        for _, offset, num_bytes, num_checksum_bytes in of_file:
-            if offset < end:
-                yield f"the chunk at {offset} of {name} begins within what is before it"
-            end = offset + num_bytes
-            if end > num_bytes_of_file:
-                yield f"the chunk at {offset} of {name} goes beyond the end"
-            if num_checksum_bytes != 8 * -(-num_bytes // block_bytes):
-                yield f"the chunk at {offset} of {name} has {num_checksum_bytes} bytes of checksums"
+        else:
+            yield from of_file_rows(name, manifest.files[name], of_file, block_bytes)
 
 
-def _chunks(manifest: Manifest) -> Iterator[Chunk]:
-    for tensor in manifest.tensors.values():
-        yield from tensor.chunks
-    yield from manifest.values.values()
-    for by_rank in manifest.per_rank.values():
-        yield from by_rank.values()
+def of_file_rows(
+    name: str, file: SavedFile, rows: Iterable[tuple[str, int, int, int]], block_bytes: int
+) -> Iterator[str]:
+    """What is wrong with chunks of a file, in its order: (file, offset, bytes, bytes of checksums)."""
+    end = file.header_bytes
+    for _, offset, num_bytes, num_checksum_bytes in rows:
+        if offset < end:
+            yield f"the chunk at {offset} of {name} begins within what is before it"
+        end = offset + num_bytes
+        if end > file.num_bytes:
+            yield f"the chunk at {offset} of {name} goes beyond the end"
+        if num_checksum_bytes != 8 * -(-num_bytes // block_bytes):
+            yield f"the chunk at {offset} of {name} has {num_checksum_bytes} bytes of checksums"
 
 
-def _of_tensor(name: str, tensor: SavedTensor, block_bytes: int) -> Iterator[str]:
+def listed_chunks(manifest: Manifest) -> Iterator[tuple[str, Chunk]]:
+    """The chunks that the manifest lists, with the names of what they are part of."""
+    for name, tensor in manifest.tensors.items():
+        for chunk in tensor.chunks if isinstance(tensor, SavedTensor) else ():
+            yield name, chunk
+    yield from manifest.values.items()
+    for name, by_rank in manifest.per_rank.items():
+        for chunk in by_rank.values() if isinstance(by_rank, dict) else ():
+            yield name, chunk
+
+
+def _of_tensor(name: str, tensor: TensorEntry, block_bytes: int) -> Iterator[str]:
     item_bytes = ITEM_BYTES.get(tensor.dtype)
     shape = tensor.shape
     if not can_be_a_shape(shape, item_bytes or 1):
@@ -114,20 +126,37 @@ def _of_tensor(name: str, tensor: SavedTensor, block_bytes: int) -> Iterator[str
         return
     if item_bytes is not None and block_bytes % item_bytes:
         yield f"blocks of {block_bytes} bytes cut elements of {name!r}"
-    are_parts = _are_cut_along_a_dim(shape, tensor.boxes)
-    for chunk in tensor.chunks:
-        if not are_parts and not _is_within(shape, chunk.box):
-            yield f"{name!r} has a chunk of {_short(chunk.box.shape)} at {_short(chunk.box.origin)}, not in it"
-            return
-        if item_bytes is not None and chunk.num_bytes != chunk.box.num_elements * item_bytes:
-            yield f"{name!r} has a chunk of {chunk.box.num_elements} elements in {chunk.num_bytes} bytes"
+    if isinstance(tensor, SavedTensor):  # what is in tables is checked as it is read
+        yield from of_all_chunks(name, tensor)
+
+
+def of_all_chunks(name: str, tensor: TensorEntry) -> Iterator[str]:
+    """What is wrong if these are all chunks of a tensor."""
+    shape, chunks, boxes = tensor.shape, tensor.chunks, tensor.boxes
+    are_parts = _are_cut_along_a_dim(shape, boxes)
+    problem = next(of_chunks(name, shape, tensor.dtype, chunks, are_within=are_parts), None)
+    if problem is not None:
+        yield problem
+        return
     if are_parts:
         return
-    num_elements = sum(chunk.box.num_elements for chunk in tensor.chunks)
+    num_elements = sum(box.num_elements for box in boxes)
     if num_elements != math.prod(shape):
         yield f"{name!r} has chunks for {num_elements} of its {math.prod(shape)} elements"
-    elif len(tensor.chunks) > 1 and have_overlap([box for box in tensor.boxes if box.num_elements]):
+    elif len(boxes) > 1 and have_overlap([box for box in boxes if box.num_elements]):
         yield f"{name!r} has chunks that lie over each other"
+
+
+def of_chunks(
+    name: str, shape: tuple[int, ...], dtype: str, chunks: Iterable[Chunk], *, are_within: bool = False
+) -> Iterator[str]:
+    """What is wrong with some of a tensor's chunks, each for itself."""
+    item_bytes = ITEM_BYTES.get(dtype)
+    for chunk in chunks:
+        if not are_within and not _is_within(shape, chunk.box):
+            yield f"{name!r} has a chunk of {_short(chunk.box.shape)} at {_short(chunk.box.origin)}, not in it"
+        if item_bytes is not None and chunk.num_bytes != chunk.box.num_elements * item_bytes:
+            yield f"{name!r} has a chunk of {chunk.box.num_elements} elements in {chunk.num_bytes} bytes"
 
 
 def can_be_a_shape(shape: Sequence[int], item_bytes: int) -> bool:

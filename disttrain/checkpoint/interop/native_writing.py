@@ -8,8 +8,9 @@ from typing import Any
 
 from disttrain.checkpoint.format.box import Box
 from disttrain.checkpoint.format.dtypes import dtype_named
-from disttrain.checkpoint.format.image import Written, file_name
-from disttrain.checkpoint.format.manifest import FORMAT, MANIFEST, VERSION, Manifest, encode
+from disttrain.checkpoint.format.encoding import encode
+from disttrain.checkpoint.format.image import Report
+from disttrain.checkpoint.format.manifest import FORMAT, MANIFEST, VERSION, Manifest, file_name
 from disttrain.checkpoint.format.source import Source
 from disttrain.checkpoint.interop.exporting import Advance, read_box, refuse_values_per_rank
 from disttrain.checkpoint.saving.commit import Contents, make_manifest
@@ -56,8 +57,8 @@ class NativeFormat:
         return written.to_plain()
 
     def finish(self, storage: Storage, folder: Path, manifest: Manifest, rows: list[Any]) -> None:
-        written = [Written.from_plain(row, file_name(number)) for number, row in enumerate(rows)]
+        reports = [Report.from_plain(row, file_name(number)) for number, row in enumerate(rows)]
         tensors = {name: (tensor.shape, tensor.dtype) for name, tensor in manifest.tensors.items()}
-        contents = Contents(made_by(), tensors, (), dict(manifest.same_as))
-        made = replace(make_manifest(self._save_id, contents, written), world_size=1)
+        contents = Contents(made_by(), tensors, {}, dict(manifest.same_as))
+        made = replace(make_manifest(self._save_id, contents, reports), world_size=1)
         storage.write_file(folder / MANIFEST, [memoryview(encode(made))])

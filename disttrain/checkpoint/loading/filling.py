@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from disttrain.checkpoint.format.dtypes import dtype_named
-from disttrain.checkpoint.format.manifest import Chunk, Manifest, SavedTensor
+from disttrain.checkpoint.format.manifest import Chunk, Manifest, TensorEntry
 from disttrain.checkpoint.loading.reader import Reader
 from disttrain.checkpoint.loading.scattering import Targets
 from disttrain.checkpoint.loading.sharing import plan_shared, shared_boxes
 from disttrain.checkpoint.loading.spreading import Spreading
-from disttrain.checkpoint.plan import Outline, plan_load
+from disttrain.checkpoint.outline import Outline
+from disttrain.checkpoint.plan import plan_load
 from disttrain.checkpoint.saving.consensus import Consensus
 from disttrain.checkpoint.saving.save import all_outlines, digest_of
 from disttrain.checkpoint.state.tree import Tree, local_parts, spec_of
@@ -71,15 +72,9 @@ def fill(
 
         def get_ready() -> None:
             nonlocal direct, spreading
-            boxes = shared_boxes([outline.tensors for outline in outlines])
+            boxes = shared_boxes([outline.tensors for outline in outlines], consensus.rank)
             spreading = Spreading(reader, plan_shared(manifest, boxes), targets, world)
-            shared = {
-                (name, box)
-                for holders, by_name in boxes.items()
-                if consensus.rank in holders
-                for name, of_name in by_name.items()
-                for box in of_name
-            }
+            shared = {(name, box) for by_name in boxes.values() for name, of_name in by_name.items() for box in of_name}
             direct = {
                 name: {box: part for box, part in parts.items() if (name, box) not in shared}
                 for name, parts in targets.items()
@@ -127,7 +122,7 @@ def _made(manifest: Manifest, tree: Tree) -> dict[str, torch.Tensor]:
 
 
 def allocated(
-    make: Callable[[tuple[int, ...], torch.dtype], torch.Tensor], name: str, saved: SavedTensor
+    make: Callable[[tuple[int, ...], torch.dtype], torch.Tensor], name: str, saved: TensorEntry
 ) -> torch.Tensor:
     """An uninitialised tensor for a saved one. Raises CheckpointError where there is no memory for it."""
     dtype = dtype_named(saved.dtype)
@@ -164,7 +159,6 @@ def _read_values(reader: Reader, manifest: Manifest, tree: Tree, left_alone: set
 
 def owner_of(chunks: Mapping[int, Chunk], rank: int) -> int:
     """The rank whose value this rank loads: itself, or another where it did not save."""
-    saved = sorted(chunks)
-    if not saved:
+    if not chunks:
         raise CheckpointCorruptError("load", "a value per rank has no rank.", "Load another save.")
-    return rank if rank in chunks else saved[rank % len(saved)]
+    return rank if rank in chunks else sorted(chunks)[rank % len(chunks)]

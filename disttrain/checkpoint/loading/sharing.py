@@ -1,15 +1,18 @@
 """Plans which rank reads for which: bytes that several ranks need are read by one of them. Pure.
 
-The plan is a function of what all ranks need, so that each can make it by itself, as for a save.
+The plan is a function of what ranks need, so that each can make its own part by itself, as for a save.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import heapq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from disttrain.checkpoint.format.box import Box
+from disttrain.checkpoint.format.layout import Layout, runs_of
 from disttrain.checkpoint.format.manifest import Manifest
+from disttrain.checkpoint.format.parts import parts_of_cuts
 from disttrain.checkpoint.layout import TensorSpec
 from disttrain.checkpoint.loading.fetches import Fetch, plan_fetches
 from disttrain.checkpoint.plan import plan_load
@@ -30,23 +33,48 @@ class SharedFetch:
     reader: int
 
 
-def shared_boxes(wants: Sequence[Wants]) -> dict[tuple[int, ...], dict[str, list[Box]]]:
-    """Parts that several ranks want alike: by those ranks, then by name."""
+def shared_boxes(wants: Sequence[Wants], rank: int) -> dict[tuple[int, ...], dict[str, list[Box]]]:
+    """Parts that `rank` and others want alike: by those ranks, ascending, then by name.
+
+    `wants` of the ranks, of which many may be one object: each is looked at once.
+    """
+    ranks_of: dict[int, list[int]] = {}
+    for other, wanted in enumerate(wants):
+        ranks_of.setdefault(id(wanted), []).append(other)
+    wanting: dict[tuple[int, ...], tuple[int, ...]] = {}
     shared: dict[tuple[int, ...], dict[str, list[Box]]] = {}
-    layouts: dict[TensorSpec, dict[Box, tuple[int, ...]]] = {}
-    for name, spec, ranks in _wanted(wants):
+    places: dict[tuple[object, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    for name, spec in wants[rank].items():
+        if 0 in spec.shape or (not spec.is_plain and None not in spec.cuts):
+            continue  # no two ranks have the same part
+        alike = tuple(first for first, *_ in ranks_of.values() if wants[first].get(name) == spec)
+        if alike not in wanting:
+            wanting[alike] = tuple(sorted(other for first in alike for other in ranks_of[id(wants[first])]))
         if spec.is_plain:
-            whole = Box.whole(spec.shape)
-            holders_of = {whole: ranks} if whole.num_elements else {}
-        elif None in spec.cuts:
-            holders_of = layouts.get(spec) or layouts.setdefault(spec, spec.boxes())
-        else:  # no two ranks have the same part
-            continue
-        for box, holders in holders_of.items():
-            alike = tuple(sorted(set(holders) & set(ranks)))
-            if len(alike) > 1:
-                shared.setdefault(alike, {}).setdefault(name, []).append(box)
+            boxes, holders = [Box.whole(spec.shape)], wanting[alike]
+        else:
+            key = (spec.mesh_ranks, spec.mesh_shape, spec.axis_cuts, alike)
+            if key not in places:
+                places[key] = _place(
+                    Layout((runs_of(spec.mesh_ranks),), spec.mesh_shape, spec.axis_cuts), rank, wanting[alike]
+                )
+            coordinate, holders = places[key]
+            boxes = (
+                [part.box for part in parts_of_cuts(spec.shape, spec.mesh_shape, coordinate, spec.axis_cuts)]
+                if holders
+                else []
+            )
+        if len(holders) > 1 and boxes:
+            shared.setdefault(holders, {}).setdefault(name, []).extend(boxes)
     return shared
+
+
+def _place(layout: Layout, rank: int, wanting: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A rank's coordinate, and which of those `wanting` have the same parts; none where it is not on the mesh."""
+    place = layout.find(rank)
+    if place is None:
+        return (), ()
+    return place[0], tuple(sorted({*layout.holders(place[0])}.intersection(wanting)))
 
 
 def plan_shared(
@@ -55,28 +83,16 @@ def plan_shared(
     """Plans the fetches that are read once for several ranks, in the order in which all of them exchange these; readers
     by bytes in turn.
 
-    Raises CheckpointCorruptError when the chunks don't cover what is wanted.
+    The plan for some ranks depends on what these share alone, so that each of them makes the same, whatever else it
+    shares. Raises CheckpointCorruptError when the chunks don't cover what is wanted.
     """
     plan: list[SharedFetch] = []
-    read_bytes: dict[int, int] = {}
     for holders, by_name in sorted(boxes.items()):
+        # The first reader is not the same for all that share.
+        start = sum(holders) % len(holders)
+        least = [(0, turn, reader) for turn, reader in enumerate((*holders[start:], *holders[:start]))]
         for fetch in plan_fetches(plan_load(manifest, by_name), manifest.block_bytes, max_bytes):
-            reader = min(holders, key=lambda rank: read_bytes.get(rank, 0))
-            read_bytes[reader] = read_bytes.get(reader, 0) + fetch.num_bytes
+            read_bytes, turn, reader = least[0]
+            heapq.heapreplace(least, (read_bytes + fetch.num_bytes, turn, reader))
             plan.append(SharedFetch(fetch, holders, reader))
     return plan
-
-
-def _wanted(wants: Sequence[Wants]) -> Iterator[tuple[str, TensorSpec, tuple[int, ...]]]:
-    """Yields each tensor by name, with its spec and the ranks that want it so."""
-    if all(wanted is wants[0] for wanted in wants):
-        every = tuple(range(len(wants)))
-        for name, spec in wants[0].items():
-            yield name, spec, every
-        return
-    ranks: dict[tuple[str, TensorSpec], list[int]] = {}
-    for rank, wanted in enumerate(wants):
-        for key in wanted.items():
-            ranks.setdefault(key, []).append(rank)
-    for (name, spec), holders in ranks.items():
-        yield name, spec, tuple(holders)

@@ -16,7 +16,7 @@ from typing import Any
 
 import xxhash
 
-from disttrain.checkpoint.format.manifest import MANIFEST, plain_name
+from disttrain.checkpoint.format.manifest import MANIFEST, TABLES, plain_name
 from disttrain.checkpoint.format.reading import decode
 from disttrain.checkpoint.memory.replica_placement import Holding, ReplicaName
 from disttrain.errors import CheckpointError
@@ -143,7 +143,9 @@ class NodeMemory:
             manifest = decode(data, str(path))
         except CheckpointError:
             return None
-        return {MANIFEST: len(data), **{name: file.num_bytes for name, file in manifest.files.items()}}
+        needed = {MANIFEST: len(data), **{name: file.num_bytes for name, file in manifest.files.items()}}
+        spans = [file.table for file in manifest.files.values() if file.table is not None]
+        return needed | {TABLES: max(span.offset + span.num_bytes for span in spans)} if spans else needed
 
     def _saves(self) -> list[ReplicaName]:
         try:

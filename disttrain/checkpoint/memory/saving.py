@@ -11,12 +11,12 @@ from typing import Any
 
 import msgpack
 
-from disttrain.checkpoint.format.image import Image, Written, file_name
-from disttrain.checkpoint.format.manifest import MANIFEST, encode
+from disttrain.checkpoint.format.image import Image, Written
+from disttrain.checkpoint.format.manifest import file_name
 from disttrain.checkpoint.memory.exchange import Address, FileServer, put_file
 from disttrain.checkpoint.memory.peer_memory import NodeMemory
 from disttrain.checkpoint.memory.replica_placement import ReplicaName, keeper_of, nodes_of
-from disttrain.checkpoint.saving.commit import Contents, Target, make_manifest
+from disttrain.checkpoint.saving.commit import Contents, Target, files_about
 from disttrain.store import Store
 
 
@@ -66,11 +66,12 @@ class Copies:
         wrong."""
         problems = [f"on rank {rank}: {problem}" for rank, (_, problem, _) in enumerate(rows) if problem]
         is_whole = all(is_kept for is_kept, _, _ in rows)
-        if is_whole:
-            written = [Written.from_plain(row, file_name(rank)) for rank, (_, _, row) in enumerate(rows)]
-            manifest = memoryview(encode(make_manifest(target.save_id, contents, written)))
-            is_whole, problem = self._keep_twice(target, MANIFEST, manifest, lambda: None)
+        about = files_about(target.save_id, contents, [row for _, _, row in rows]) if is_whole else {}
+        for name, parts in about.items():
+            is_whole, problem = self._keep_twice(target, name, memoryview(b"".join(parts)), lambda: None)
             problems += [problem] if problem else []
+            if not is_whole:
+                break
         return is_whole, problems[0] if problems else ""
 
     def keep(self, target: Target) -> None:

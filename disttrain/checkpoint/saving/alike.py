@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import msgpack
 import xxhash
@@ -18,6 +18,8 @@ from disttrain.errors import CheckpointError
 
 _TENSOR, _DTYPE, _TUPLE = 1, 3, 4
 """Extension types of packed values, see docs/checkpoint_format.md."""
+
+Described = TypeVar("Described")
 
 _MOST_NAMED = 4
 _EXACT_BELOW = 1 << 53
@@ -41,21 +43,29 @@ class Group(NamedTuple):
         return {name: described(value) for name, value in zip(self.names, _unpacked(self.packed), strict=True)}
 
 
-def shared_names(values_of_ranks: Sequence[Sequence[str]]) -> list[list[tuple[int, list[str]]]]:
-    """Lists, for each rank, the values that other ranks have as well: (group, names). Pure; a group is of the same
-    ranks."""
+def shared_names(
+    outlines: Sequence[Described], rank: int, names_of: Callable[[Described], Sequence[str]]
+) -> list[tuple[int, list[str]]]:
+    """Lists the values of `rank` that other ranks have as well: (group, names). Pure; a group is of the same ranks.
+
+    `outlines` of the ranks, of which many may be one object: each is looked at once.
+    """
+    ranks_of: dict[int, list[int]] = {}
+    for other, outline in enumerate(outlines):
+        ranks_of.setdefault(id(outline), []).append(other)
     holders: dict[str, list[int]] = {}
-    for rank, names in enumerate(values_of_ranks):
-        for name in names:
-            holders.setdefault(name, []).append(rank)
+    for ranks in ranks_of.values():
+        for name in names_of(outlines[ranks[0]]):
+            holders.setdefault(name, []).append(ranks[0])
     groups: dict[tuple[int, ...], list[str]] = {}
     for name in sorted(holders):
         groups.setdefault(tuple(holders[name]), []).append(name)
-    several = sorted((ranks, names) for ranks, names in groups.items() if len(ranks) > 1)
-    return [
-        [(number, names) for number, (ranks, names) in enumerate(several) if rank in ranks]
-        for rank in range(len(values_of_ranks))
-    ]
+    own = next(ranks for ranks in ranks_of.values() if rank in ranks)
+    several = sorted(
+        (firsts, names) for firsts, names in groups.items()
+        if len(firsts) > 1 or len(ranks_of[id(outlines[firsts[0]])]) > 1
+    )  # fmt: skip
+    return [(number, names) for number, (firsts, names) in enumerate(several) if own[0] in firsts]
 
 
 def differing_groups(digests_of_ranks: Sequence[Sequence[Sequence[Any]]]) -> list[int]:

@@ -103,9 +103,10 @@ class Assembly:
         decide: Callable[[list[Any]], Any] | None,
     ) -> tuple[dict[str, Any], BaseException | None]:
         meeting = store.add(counter(self.rank), 1)
-        ballots = [ballot_key(meeting, rank) for rank in range(self.size)]
-        store.set(ballots[self.rank], self._codec.pack(ballot))
+        own_ballot = ballot_key(meeting, self.rank)
+        store.set(own_ballot, self._codec.pack(ballot))
         if self.rank == 0:
+            ballots = [ballot_key(meeting, rank) for rank in range(self.size)]
             try:
                 self._wait(store, ballots, self._timeout_s, lambda: self._absent(store, ballots))
                 read = [self._codec.unpack(store.get(key)) for key in ballots]
@@ -133,7 +134,7 @@ class Assembly:
             except StoreTimeoutError as timeout:
                 problem = f"rank {self._ranks[0]} did not answer within {self._patience(2 * self._timeout_s)}."
                 answer, error = {"problem": problem, "remedy": _LATE, "kind": ""}, timeout
-        store.delete_key(ballots[self.rank])
+        store.delete_key(own_ballot)
         return answer, error
 
     def _absent(self, store: Store, ballots: Sequence[str]) -> list[int]:

@@ -8,12 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from disttrain.checkpoint.format.image import Written, file_name
-from disttrain.checkpoint.format.manifest import MANIFEST, TORCH_METADATA, Chunk, Manifest, SavedTensor, encode
+from disttrain.checkpoint.format.encoding import encode
+from disttrain.checkpoint.format.image import Report
+from disttrain.checkpoint.format.layout import Layout, Runs, runs_from_plain, runs_to_plain
+from disttrain.checkpoint.format.manifest import (
+    MANIFEST,
+    TABLES,
+    TORCH_METADATA,
+    Chunk,
+    Manifest,
+    SavedFile,
+    SavedTensor,
+    TableSpan,
+    TensorEntry,
+    file_name,
+)
+from disttrain.checkpoint.format.spread import RankChunks, Spread, SpreadTensor
+from disttrain.checkpoint.format.tables import checksum_of
 from disttrain.checkpoint.storage.base import Storage
 from disttrain.checkpoint.storage.claims import check_claim
 from disttrain.checkpoint.storage.folders import STEP, remove_leftovers, set_aside, steps, temporary
@@ -29,21 +44,37 @@ MARK = (
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of a save, but for where they lie: global shape and dtype of each tensor, and so on."""
+    """The contents of a save, but for where they lie: global shape and dtype of each tensor, how those lie that a mesh
+    cuts, the ranks that have a value per rank, and so on."""
 
     made_by: str
     tensors: Mapping[str, tuple[tuple[int, ...], str]]
-    per_rank: Sequence[str]
+    per_rank: Mapping[str, Runs]
     same_as: Mapping[str, str]
+    spreads: Mapping[str, Spread] = field(default_factory=dict)
 
     def to_plain(self) -> list[Any]:
         tensors = {name: [list(shape), dtype] for name, (shape, dtype) in self.tensors.items()}
-        return [self.made_by, tensors, list(self.per_rank), dict(self.same_as)]
+        per_rank = {name: runs_to_plain(runs) for name, runs in self.per_rank.items()}
+        numbers: dict[Layout, int] = {}
+        spreads = {
+            name: [numbers.setdefault(spread.layout, len(numbers)), spread.first, spread.count]
+            for name, spread in self.spreads.items()
+        }
+        layouts = [layout.to_plain() for layout in numbers]
+        return [self.made_by, tensors, per_rank, dict(self.same_as), layouts, spreads]
 
     @classmethod
     def from_plain(cls, plain: list[Any]) -> Contents:
-        made_by, tensors, per_rank, same_as = plain
-        return cls(made_by, {name: (tuple(row[0]), row[1]) for name, row in tensors.items()}, per_rank, same_as)
+        made_by, tensors, per_rank, same_as, plain_layouts, spreads = plain
+        layouts = [Layout.from_plain(layout) for layout in plain_layouts]
+        return cls(
+            made_by,
+            {name: (tuple(row[0]), row[1]) for name, row in tensors.items()},
+            {name: runs_from_plain(runs) for name, runs in per_rank.items()},
+            same_as,
+            {name: Spread(layouts[number], first, count) for name, (number, first, count) in spreads.items()},
+        )
 
 
 @dataclass(frozen=True)
@@ -104,41 +135,53 @@ def _remove_if_there(storage: Storage, folder: Path) -> None:
 
 def commit(storage: Storage, target: Target, contents: Contents, rows: Sequence[list[Any]]) -> None:
     """Makes the save valid, durably; on rank 0, from what each rank has written."""
-    written = [Written.from_plain(row, file_name(rank)) for rank, row in enumerate(rows)]
-    manifest = make_manifest(target.save_id, contents, written)
     if target.is_marked:
         storage.write_file(target.folder / TORCH_METADATA, [memoryview(MARK)])
-    storage.write_file(target.folder / MANIFEST, [memoryview(encode(manifest))])
+    for name, data in files_about(target.save_id, contents, rows).items():
+        storage.write_file(target.folder / name, data)
     storage.sync_folder(target.folder)
     check_target(storage, target)
     put_in_place(storage, target.folder, target.path, overwrites=target.overwrites)
 
 
-def make_manifest(save_id: str, contents: Contents, written: Sequence[Written]) -> Manifest:
+def files_about(save_id: str, contents: Contents, rows: Sequence[list[Any]]) -> dict[str, list[memoryview]]:
+    """The parts of the files that say what is in the save, from what each rank has written; the manifest is the last of
+    them."""
+    reports = [Report.from_plain(row, file_name(rank)) for rank, row in enumerate(rows)]
+    tables = [memoryview(report.table) for report in reports if report.table]
+    manifest = memoryview(encode(make_manifest(save_id, contents, reports)))
+    return {**({TABLES: tables} if tables else {}), MANIFEST: [manifest]}
+
+
+def make_manifest(save_id: str, contents: Contents, reports: Sequence[Report]) -> Manifest:
     """The manifest that rank 0 writes, from what each rank had and has written. Pure."""
     chunks: dict[str, list[Chunk]] = {}
     values: dict[str, Chunk] = {}
-    per_rank: dict[str, dict[int, Chunk]] = {}
-    own_values = set(contents.per_rank)
-    for rank, by_rank in enumerate(written):
-        for name, chunk in by_rank.parts:
+    files: dict[str, SavedFile] = {}
+    offset = 0
+    for rank, report in enumerate(reports):
+        for name, chunk in report.parts:
             chunks.setdefault(name, []).append(chunk)
-        for name, chunk in by_rank.values:
-            if name in own_values:
-                per_rank.setdefault(name, {})[rank] = chunk
-            else:
-                values[name] = chunk
+        values.update(report.values)
+        if report.file is not None:
+            span = TableSpan(offset, len(report.table), checksum_of(report.table)) if report.table else None
+            files[file_name(rank)] = replace(report.file, table=span)
+            offset += len(report.table)
+
+    def tensor(name: str, shape: tuple[int, ...], dtype: str) -> TensorEntry:
+        spread = contents.spreads.get(name)
+        if spread is not None and 0 not in shape:
+            return SpreadTensor(shape, dtype, name, spread)
+        return SavedTensor(shape, dtype, tuple(sorted(chunks.get(name, ()), key=lambda chunk: chunk.box)))
+
     return Manifest(
         save_id=save_id,
-        world_size=len(written),
+        world_size=len(reports),
         made_by=contents.made_by,
-        files={file_name(rank): part.file for rank, part in enumerate(written) if part.file is not None},
-        tensors={
-            name: SavedTensor(shape, dtype, tuple(sorted(chunks.get(name, ()), key=lambda chunk: chunk.box)))
-            for name, (shape, dtype) in contents.tensors.items()
-        },
+        files=files,
+        tensors={name: tensor(name, shape, dtype) for name, (shape, dtype) in contents.tensors.items()},
         values=values,
-        per_rank=per_rank,
+        per_rank={name: RankChunks(name, runs) for name, runs in contents.per_rank.items()},
         same_as=contents.same_as,
     )
 

@@ -13,8 +13,10 @@ import numpy as np
 import torch
 import xxhash
 
+from disttrain.checkpoint.format.image import Kind
 from disttrain.checkpoint.format.manifest import FORMAT, VERSION
-from disttrain.checkpoint.plan import Outline, RankPlan, plan_save, with_one_way
+from disttrain.checkpoint.outline import Outline, with_one_way
+from disttrain.checkpoint.plan import RankPlan, SavePlans, plan_save
 from disttrain.checkpoint.saving.alike import Group, described_values, refuse_differing
 from disttrain.checkpoint.saving.commit import Contents, Target, check_names, commit, temporary_folder
 from disttrain.checkpoint.saving.consensus import Consensus
@@ -84,12 +86,15 @@ def save_folder(
             )
         target = target_of(save_id)
 
+        plans = plan_save([])
+
         def write() -> list[Any]:
-            plan = plan_save(outlines, differing)[consensus.rank]
-            items = items_of(tree, plan)
+            nonlocal plans
+            plans = plan_save(outlines, differing)
+            items = items_of(tree, plans[consensus.rank])
             return write_items(storage, target.folder, consensus.rank, items, metadata_of(save_id)).to_plain()
 
-        consensus.agree(write, lambda rows: commit(storage, target, contents_of(outlines), rows))
+        consensus.agree(write, lambda rows: commit(storage, target, contents_of(outlines, plans), rows))
 
 
 def digest_of(outline: Outline) -> bytes:
@@ -195,18 +200,20 @@ def _shared(plains: list[list[Any]]) -> tuple[list[Any], list[int]]:
 
 def items_of(tree: Tree, plan: RankPlan) -> list[Item]:
     """The items that this rank writes, sharing memory with the state's tensors."""
-    values = {name: tree.leaves[name] for name in plan.values}
-    items = [
-        value_item(name, leaf.value if isinstance(leaf, PerRank | Value) else leaf) for name, leaf in values.items()
-    ]
+    items = []
+    for name in plan.values:
+        leaf = tree.leaves[name]
+        value = leaf.value if isinstance(leaf, PerRank | Value) else leaf
+        items.append(value_item(name, value, "own" if isinstance(leaf, PerRank) else "value"))
     parts_of: dict[str, Any] = {}
     for name, box in plan.parts:
         parts = parts_of.get(name) or parts_of.setdefault(name, local_parts(tree.leaves[name]))
+        kind: Kind = "tensor" if name in plan.listed else "part"
         if box in parts:
-            items.append(Item(name, box, parts[box]))
+            items.append(Item(name, box, parts[box], kind))
         else:
             around = next(part for part in parts if part.intersection(box) == box)
-            items.append(Item(name, box, parts[around][box.seen_from(around.origin).slices()]))
+            items.append(Item(name, box, parts[around][box.seen_from(around.origin).slices()], kind))
     return items
 
 
@@ -215,13 +222,14 @@ def made_by() -> str:
     return f"disttrain {__version__}, torch {torch.__version__}"
 
 
-def contents_of(outlines: Sequence[Outline]) -> Contents:
+def contents_of(outlines: Sequence[Outline], plans: SavePlans) -> Contents:
     """Contents of the save, for the manifest that rank 0 writes."""
     unique = {id(outline): outline for outline in outlines}.values()
     specs = {name: spec for outline in unique for name, spec in outline.tensors.items()}
     return Contents(
         made_by(),
         {name: (spec.shape, spec.dtype) for name, spec in specs.items()},
-        sorted({name for outline in unique for name in outline.per_rank}),
+        plans.owners(),
         {name: first for outline in unique for name, first in outline.same_as.items()},
+        plans.spreads(),
     )

@@ -14,7 +14,8 @@ import torch
 
 from disttrain.checkpoint.format.box import Box
 from disttrain.checkpoint.format.dtypes import dtype_name, safetensors_entry
-from disttrain.checkpoint.format.image import SLICE_BYTES, Entry, Image, Written, file_name, make_image, slices
+from disttrain.checkpoint.format.image import SLICE_BYTES, Entry, Image, Kind, Written, make_image, slices
+from disttrain.checkpoint.format.manifest import file_name
 from disttrain.checkpoint.storage.base import Storage
 from disttrain.process_group.calls.packing import pack
 
@@ -26,7 +27,7 @@ class Item:
     name: str
     box: Box
     tensor: torch.Tensor
-    is_value: bool = False
+    kind: Kind = "tensor"
 
     @property
     def num_bytes(self) -> int:
@@ -34,13 +35,13 @@ class Item:
 
     def entry(self) -> Entry:
         dtype, shape = safetensors_entry(dtype_name(self.tensor.dtype), self.box.shape, self.num_bytes)
-        return Entry(self.name, self.box, self.num_bytes, dtype, shape, self.is_value)
+        return Entry(self.name, self.box, self.num_bytes, dtype, shape, self.kind)
 
 
-def value_item(name: str, value: Any) -> Item:
+def value_item(name: str, value: Any, kind: Kind = "value") -> Item:
     """A value as the bytes of its packed form. Raises ShapeError when it is not one that can be packed."""
     data = torch.frombuffer(bytearray(pack(value)), dtype=torch.uint8)
-    return Item(name, Box.whole((data.numel(),)), data, is_value=True)
+    return Item(name, Box.whole((data.numel(),)), data, kind)
 
 
 def in_file_order(items: Sequence[Item]) -> list[Item]:

@@ -14,8 +14,8 @@ import torch
 
 from disttrain.checkpoint.format.box import Box
 from disttrain.checkpoint.format.dtypes import dtype_name
-from disttrain.checkpoint.layout import TensorSpec, parts_at
-from disttrain.checkpoint.plan import Outline, is_like_a_value
+from disttrain.checkpoint.layout import TensorSpec, compact, parts_at
+from disttrain.checkpoint.outline import Outline, is_like_a_value
 from disttrain.checkpoint.stateful import PerRank, Value
 from disttrain.dtensor import DTensor, Partial
 from disttrain.dtensor.foreign import check_ours
@@ -158,7 +158,7 @@ def spec_of(operation: str, name: str, tensor: torch.Tensor) -> TensorSpec:
     mesh = tensor.device_mesh
     cuts = tuple(placement.cut_dim for placement in tensor.placements)
     blocks = tuple(map(num_blocks, tensor.placements))
-    return TensorSpec(shape, dtype, mesh.layout.ranks, mesh.shape, cuts, blocks if max(blocks) > 1 else ())
+    return TensorSpec(shape, dtype, compact(mesh.layout.ranks), mesh.shape, cuts, blocks if max(blocks) > 1 else ())
 
 
 def local_parts(tensor: torch.Tensor) -> dict[Box, torch.Tensor]:

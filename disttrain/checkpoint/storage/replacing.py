@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from disttrain.checkpoint.format.manifest import MANIFEST, TORCH_METADATA
+from disttrain.checkpoint.format.manifest import MANIFEST, TABLES, TORCH_METADATA
 from disttrain.checkpoint.storage.base import Exchanging, Storage
 from disttrain.checkpoint.storage.folders import replaced, set_aside
 from disttrain.errors import CheckpointError
 
 _OF_SAVES = re.compile(
-    rf"rank-\d{{5,}}\.safetensors|{re.escape(MANIFEST)}|{re.escape(TORCH_METADATA)}(\.tmp)?|__.*\.distcp"
+    rf"rank-\d{{5,}}\.safetensors|{re.escape(MANIFEST)}|{re.escape(TABLES)}|{re.escape(TORCH_METADATA)}(\.tmp)?|__.*\.distcp"
     r"|model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|shard-.*\.safetensors"
 )
 """Files of our saves and of those formats that we write."""

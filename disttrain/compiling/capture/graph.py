@@ -15,6 +15,9 @@ from disttrain.compiling.capture.forms import OPERATION, Form, check_results, pa
 from disttrain.compiling.capture.subjects import Subjects
 from disttrain.errors import CompileError, DisttrainError
 from disttrain.kernels.recording import Recording, recording
+from disttrain.process_group import is_initialized
+from disttrain.process_group.current import current_world
+from disttrain.process_group.holders import hold
 from disttrain.process_group.watching.replaying import listed_operations
 
 _NUM_NUMBERS: Final = 1 << 12
@@ -39,6 +42,9 @@ class StepGraph:
         subjects.prepare()
         torch.cuda.synchronize()
         written = subjects.versions()
+        self._released = ""
+        if is_initialized():
+            hold(current_world(OPERATION).groups, self)
         memory = torch.empty(_NUM_NUMBERS, dtype=torch.int64, device="cuda")
         with recording(memory) as host, listed_operations() as self._replays:
             self._results, self._structure = self._record(step, args, kwargs, pool)
@@ -73,7 +79,17 @@ class StepGraph:
     def obstacle(self) -> str:
         """Why it can't be replayed any more; empty where it can."""
         reasons = (part.obstacle() for part in self._host.parts)
-        return self._replays.obstacle() or next(filter(None, reasons), "")
+        return self._released or self._replays.obstacle() or next(filter(None, reasons), "")
+
+    @property
+    def is_released(self) -> bool:
+        return bool(self._released)
+
+    def release(self, reason: str) -> None:
+        """Lets go of the recording, and of the communicators in it."""
+        torch.cuda.synchronize()
+        self._released = reason
+        self._graph.reset()
 
     def play_first(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Have the GPU do what was recorded; the host's part was done meanwhile. Returns the step's results."""

@@ -144,11 +144,13 @@ class CapturedStep:
     def _record(
         self, form: Form, state: Any, tensors: Sequence[torch.Tensor], subjects: Subjects, args: Any, kwargs: Any
     ) -> Any:
+        self._graphs = {key: graph for key, graph in self._graphs.items() if not graph.is_released}
         if len(self._graphs) >= self._max_graphs:
             return self._run_as_it_is(args, kwargs, f"there are {self._max_graphs} recordings already: see max_graphs.")
         if reason := subjects.obstacle():
             raise CompileError(OPERATION, reason, "Have the whole of it within the step.")
-        if self._pool is None:
+        if not self._graphs:
+            # That of graphs which are gone is gone with them.
             self._pool = torch.cuda.graph_pool_handle()
         try:
             graph = StepGraph(self.step, form, tensors, subjects, self._pool)

@@ -2,7 +2,7 @@
 
 If nothing moves and all cuts are even, a rule's choice depends only on which sizes are one. The result then has the
 sizes of this rank's part, except in cut dims: each of these is as large as the operand's dim that is cut along the same
-axes.
+axes. Views are planned by `sized_views.py`. Where operands move, the choice is kept, and is bound to each size.
 """
 
 from __future__ import annotations
@@ -13,36 +13,57 @@ from typing import Any, NamedTuple
 import torch
 
 from disttrain.dtensor._torch import binding_of
-from disttrain.dtensor.dispatch.call_plan import leads_with_tensors
+from disttrain.dtensor.dispatch.sized_views import SizedView, sized_view
 from disttrain.dtensor.rules import Compute, OpCall, Propagation, Rule
 from disttrain.dtensor.spec.layout import Layout, Spec
 from disttrain.dtensor.spec.shard_sizes import contiguous_strides
 
 Source = tuple[int, int] | None
-"""The operand and the dim of it whose size a cut dim of the result has; None: the dim is not cut."""
+"""The argument and the dim of it whose size a cut dim of the result has; None: the dim is not cut."""
+
+
+class Choice(NamedTuple):
+    """The rule of a call and the layouts that it chose, where operands move, for calls of one form.
+
+    It holds where operands have one shape and one dtype: then each move costs the same share, whatever the size.
+    """
+
+    rule: Rule
+    propagation: Propagation
 
 
 class AnySizePlan(NamedTuple):
-    """Computes one result from operands of one form, where each rank's part of it is the operator of its parts."""
+    """Computes results from operands of one form, where each rank's parts of them are the operator of its parts."""
 
     compute: Compute
-    num_operands: int
-    layout: Layout
-    sources: tuple[Source, ...]
+    positions: tuple[int, ...]
+    """Of the operands among the arguments."""
+    layouts: tuple[Layout, ...]
+    sources: tuple[tuple[Source, ...], ...]
+    is_tuple: bool
 
-    def part_and_spec(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, Spec | None]:
-        """This rank's part of the result, and the result's spec; None where the part's strides don't tell it."""
-        operands = args[: self.num_operands]
-        part = self.compute(*[operand._local_tensor for operand in operands], *args[self.num_operands :], **kwargs)
-        if not part.is_contiguous():
-            return part, None
-        shape = tuple(
-            [
-                size if source is None else operands[source[0]]._spec.shape[source[1]]
-                for size, source in zip(part.shape, self.sources, strict=True)
-            ]
-        )
-        return part, Spec.interned(self.layout, shape, contiguous_strides(shape), part.dtype)
+    def parts_and_specs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[Spec | None] | None]:
+        """This rank's parts of the results, as the operator returns them, and the results' specs, None for one that is
+        no tensor; None where the parts' strides don't tell them."""
+        local_args = [*args]
+        for position in self.positions:
+            local_args[position] = args[position]._local_tensor
+        parts = self.compute(*local_args, **kwargs)
+        specs: list[Spec | None] = []
+        for part, layout, sources in zip(parts if self.is_tuple else (parts,), self.layouts, self.sources, strict=True):
+            if not isinstance(part, torch.Tensor):
+                specs.append(None)
+                continue
+            if not part.is_contiguous():
+                return parts, None
+            shape = tuple(
+                [
+                    size if source is None else args[source[0]]._spec.shape[source[1]]
+                    for size, source in zip(part.shape, sources, strict=True)
+                ]
+            )
+            specs.append(Spec.interned(layout, shape, contiguous_strides(shape), part.dtype))
+        return parts, specs
 
 
 def moves_operands(call: OpCall, propagation: Propagation) -> bool:
@@ -53,28 +74,54 @@ def moves_operands(call: OpCall, propagation: Propagation) -> bool:
     )
 
 
-def any_size_plan(call: OpCall, rule: Rule, propagation: Propagation) -> AnySizePlan | None:
-    """The plan for all sizes of a call that nothing moves for; None when its result depends on sizes in other ways."""
-    if moves_operands(call, propagation) or rule.reads_numbers or call.facts.mutated or call.facts.is_view:
-        return None
-    if rule.localize is not None and not (rule.goes_by_layout and rule.localize(call, propagation) is call.op):
-        return None
-    if len(call.outputs) != 1 or not leads_with_tensors(call):
-        return None
-    output, layout = call.outputs[0], propagation.results[0]
-    sources = _sources(call, layout, tuple(output.shape))
-    if sources is None or not output.is_contiguous():
-        return None
-    return AnySizePlan(binding_of(call.op), len(call.operands), layout, sources)
+def are_equal(specs: Sequence[Spec | None]) -> bool:
+    """Whether operands, DTensors all, have one shape and one dtype."""
+    return len({None if spec is None else (spec.shape, spec.dtype) for spec in specs} - {None}) == 1
 
 
-def _sources(call: OpCall, layout: Layout, shape: tuple[int, ...]) -> tuple[Source, ...] | None:
+def any_size_plan(call: OpCall, rule: Rule, propagation: Propagation) -> AnySizePlan | SizedView | Choice | None:
+    """The plan for all sizes of a call, or else the choice; None when its result depends on sizes in other ways."""
+    if rule.reads_numbers or call.facts.mutated or call.facts.returns_list or None in call.operands:
+        return None
+    if not moves_operands(call, propagation):
+        return sized_view(call, rule, propagation) or _without_sizes(call, rule, propagation)
+    is_plain = rule.localize is None and rule.joint is None and rule.fetch is None and not call.facts.is_view
+    may_choose = is_plain and rule.shards_unevenly and are_equal(call.operands)
+    return Choice(rule, propagation) if may_choose else None
+
+
+def _without_sizes(call: OpCall, rule: Rule, propagation: Propagation) -> AnySizePlan | None:
+    if call.facts.is_view:
+        return None
+    compute = binding_of(call.op)
+    if rule.localize is not None:
+        local = rule.localize(call, propagation) if rule.goes_by_layout else None
+        if local is not call.op and not (local is not None and rule.computes_by_layout):
+            return None
+        compute = compute if local is call.op else local
+    positions = tuple([index for index, value in enumerate(call.arguments) if isinstance(value, torch.Tensor)])
+    if len(positions) != len(call.operands) or not all(output.is_contiguous() for output in call.outputs):
+        return None
+    sources = []
+    is_wanted = call.argument("output_mask", (True,) * len(call.outputs))
+    for output, layout, is_made in zip(call.outputs, propagation.results, is_wanted, strict=True):
+        found = _sources(call, positions, layout, tuple(output.shape)) if is_made else ()
+        if found is None:
+            return None
+        sources.append(found)
+    is_tuple = len(call.facts.returned) > 1
+    return AnySizePlan(compute, positions, propagation.results, tuple(sources), is_tuple) if sources else None
+
+
+def _sources(
+    call: OpCall, positions: Sequence[int], layout: Layout, shape: tuple[int, ...]
+) -> tuple[Source, ...] | None:
     sources: list[Source] = [None] * len(shape)
     for axis, placement in enumerate(layout.placements):
         dim = placement.cut_dim
         if dim is None:
             continue
-        for position, spec in enumerate(call.operands):
+        for position, spec in zip(positions, call.operands, strict=True):
             assert spec is not None
             operand_dim = spec.placements[axis].cut_dim
             if operand_dim is not None and spec.shape[operand_dim] == shape[dim]:

@@ -43,7 +43,7 @@ def bind(wrap: Wrap, call: OpCall, rule: Rule, propagation: Propagation) -> Run:
         return _reshaping(call, compute, moves, specs[0])
     fetch = _fetch(call, rule, propagation)
     if fetch is not None or call.facts.is_view:
-        return _viewing(wrap, call, compute, fetch, specs)
+        return viewing(wrap, call, compute, fetch, specs)
     if not moves and specs and _takes_tensors_apart(call):
         if len(specs) == 1 and leads_with_tensors(call):
             if call.facts.returned == (0,) and propagation.results[0] is call.operand.layout:
@@ -51,7 +51,8 @@ def bind(wrap: Wrap, call: OpCall, rule: Rule, propagation: Propagation) -> Run:
             if not call.facts.mutated:
                 return simple(wrap, compute, len(call.operands), len(call.arguments), call.keywords, specs[0])
         if not call.facts.mutated:
-            return _placed(wrap, compute, call, specs)
+            positions = [index for index, argument in enumerate(call.arguments) if isinstance(argument, torch.Tensor)]
+            return _placed(wrap, compute, positions, specs)
     if not moves and len(specs) == 1 and _is_of_one_list(call):
         return _of_list(wrap, compute, specs[0])
     run = _general(wrap, call, compute, moves, specs, propagation)
@@ -115,6 +116,34 @@ def simple(
     return run
 
 
+def running(
+    wrap: Wrap,
+    compute: Compute,
+    positions: Sequence[int],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    specs: Sequence[Spec | None],
+) -> Run:
+    """For calls whose operands, of which none moves, are in these positions: one tensor for each spec comes out."""
+    only = specs[0]
+    if len(specs) == 1 and only is not None and [*positions] == [*range(len(positions))]:
+        return simple(wrap, compute, len(positions), len(args), kwargs, only)
+    return _placed(wrap, compute, positions, specs)
+
+
+def wrapped(wrap: Wrap, parts: Any, specs: Sequence[Spec | None]) -> Any:
+    """DTensors of the parts that an operator returned; what has no spec is returned as it is."""
+    if isinstance(parts, torch.Tensor):
+        assert specs[0] is not None
+        return wrap(parts, specs[0])
+    return tuple(
+        [
+            wrap(part, spec) if spec is not None and isinstance(part, torch.Tensor) else part
+            for part, spec in zip(parts, specs, strict=True)
+        ]
+    )
+
+
 def _of_list(wrap: Wrap, compute: Compute, spec: Spec) -> Run:
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return wrap(compute([tensor._local_tensor for tensor in args[0]], *args[1:], **kwargs), spec)
@@ -122,27 +151,14 @@ def _of_list(wrap: Wrap, compute: Compute, spec: Spec) -> Run:
     return run
 
 
-def _placed(wrap: Wrap, compute: Compute, call: OpCall, specs: Sequence[Spec]) -> Run:
+def _placed(wrap: Wrap, compute: Compute, positions: Sequence[int], specs: Sequence[Spec | None]) -> Run:
     """For a call whose operands are anywhere among its arguments and do not move."""
-    positions = [position for position, argument in enumerate(call.arguments) if isinstance(argument, torch.Tensor)]
 
-    def local_results(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         parts = list(args)
         for position in positions:
             parts[position] = args[position]._local_tensor
-        return compute(*parts, **kwargs)
-
-    if len(specs) == 1:
-        only = specs[0]
-        return lambda args, kwargs: wrap(local_results(args, kwargs), only)
-
-    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return tuple(
-            [
-                wrap(part, spec) if isinstance(part, torch.Tensor) else part
-                for part, spec in zip(local_results(args, kwargs), specs, strict=True)
-            ]
-        )
+        return wrapped(wrap, compute(*parts, **kwargs), specs)
 
     return run
 
@@ -181,7 +197,7 @@ def redistributing(spec: Spec, layout: Layout) -> Fetch:
     return Fetch(read, write)
 
 
-def _viewing(wrap: Wrap, call: OpCall, compute: Compute, fetch: Fetch | None, specs: Sequence[Spec]) -> Run:
+def viewing(wrap: Wrap, call: OpCall, compute: Compute, fetch: Fetch | None, specs: Sequence[Spec]) -> Run:
     """Closures for views and others of one operand: on its own memory, or on a copy that it lends."""
     is_view = call.facts.is_view
 

@@ -26,9 +26,18 @@ from disttrain.dtensor._torch import (
     off_the_record,
     put_on_record,
 )
-from disttrain.dtensor.dispatch.any_size import AnySizePlan, any_size_plan, moves_operands
+from disttrain.dtensor.dispatch.any_size import AnySizePlan, Choice, any_size_plan, are_equal, moves_operands
 from disttrain.dtensor.dispatch.by_others import BY_OTHERS
-from disttrain.dtensor.dispatch.call_plan import Run, Wrap, bind, replaced, simple, tensors_of, written_tensors
+from disttrain.dtensor.dispatch.call_plan import (
+    Run,
+    Wrap,
+    bind,
+    replaced,
+    running,
+    tensors_of,
+    wrapped,
+    written_tensors,
+)
 from disttrain.dtensor.dispatch.even_bags import specs_of_even_bags
 from disttrain.dtensor.dispatch.foreach import NORM, bind_lists, is_of_lists
 from disttrain.dtensor.dispatch.global_outputs import global_outputs
@@ -43,11 +52,13 @@ from disttrain.dtensor.dispatch.mixed import (
     specs_of,
 )
 from disttrain.dtensor.dispatch.propagate import propagate
+from disttrain.dtensor.dispatch.sized_views import SizedView
 from disttrain.dtensor.dispatch.true_strides import rewrapped, with_true_strides
 from disttrain.dtensor.dispatch.whole import run_whole, values_of
 from disttrain.dtensor.foreign import check_ours
 from disttrain.dtensor.gradients.scaling import UNSCALE, unscale
 from disttrain.dtensor.gradients.zeros import own_zeros
+from disttrain.dtensor.local_part import spec_of
 from disttrain.dtensor.rules import CUSTOM, OpCall, find_rule, has_own_rule
 from disttrain.dtensor.spec.layout import Spec
 from disttrain.dtensor.views.calls import is_view_copy, run_with_copies
@@ -64,8 +75,8 @@ class _Plan(NamedTuple):
     run: Run
     is_lasting: bool = False
     """True if it holds for all calls of the same key."""
-    any_size: AnySizePlan | None = None
-    """True if it also holds for calls that differ in sizes only."""
+    any_size: AnySizePlan | SizedView | Choice | None = None
+    """For calls that differ in sizes only."""
     as_seen: Callable[[Any], tuple[Run, Any] | None] | None = None
     """Of the first results: how to run calls with the strides that these have, and the results with these strides; None
     where they are as planned."""
@@ -105,10 +116,16 @@ def _run_for_new(
     if leader is None or key is None or leader.is_symbolic:
         return _plan(wrap, op, args, kwargs).run
     form = form_of_key(leader, key)
-    any_size: AnySizePlan | None = leader.layout.plans.get(form)
-    if any_size is not None:
+    any_size: AnySizePlan | SizedView | Choice | None = leader.layout.plans.get(form)
+    if type(any_size) is AnySizePlan:
         return partial(_run_in_new_size, wrap, op, leader, key, any_size)
-    plan = _plan(wrap, op, args, kwargs)
+    if type(any_size) is SizedView:
+        run = any_size.bound(wrap, leader, args)
+        _keep(leader.plans, key, run)
+        return run
+    plan = None if type(any_size) is not Choice else _plan_as_chosen(wrap, op, args, kwargs, any_size)
+    if plan is None:
+        plan = _plan(wrap, op, args, kwargs)
     if plan.is_lasting:
         _keep(leader.plans, key, plan.run)
     if form is not None and plan.any_size is not None:
@@ -144,14 +161,14 @@ def _run_in_new_size(
     kwargs: dict[str, Any],
 ) -> Any:
     """A call that was planned for other sizes, and is then kept for its own."""
-    part, spec = any_size.part_and_spec(args, kwargs)
-    if spec is None:
+    parts, specs = any_size.parts_and_specs(args, kwargs)
+    if specs is None:
         run = _plan(wrap, op, args, kwargs).run
         result = run(args, kwargs)
     else:
-        run = simple(wrap, any_size.compute, any_size.num_operands, len(args), kwargs, spec)
-        run = _while_dtype_lasts(wrap, op, (leader,), spec.dtype, run)
-        result = wrap(part, spec)
+        run = running(wrap, any_size.compute, any_size.positions, args, kwargs, specs)
+        run = _while_dtype_lasts(wrap, op, (leader,), next(spec.dtype for spec in specs if spec), run)
+        result = wrapped(wrap, parts, specs)
     _keep(leader.plans, key, run)
     return result
 
@@ -160,6 +177,14 @@ def _keep(table: dict[Any, Any], key: Any, value: Any) -> None:
     if len(table) >= MAX_PLANS:
         table.clear()
     table[key] = value
+
+
+def _plan_as_chosen(
+    wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], choice: Choice
+) -> _Plan | None:
+    """The plan of a call with other sizes than one that was planned; None where something else may be chosen for it."""
+    specs = tuple([spec_of(tensor) for tensor in tensors_of([*args, *kwargs.values()])])
+    return _plan_by_rule(wrap, op, facts(op), args, kwargs, specs, choice) if are_equal(specs) else None
 
 
 def _plan(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Plan:
@@ -221,8 +246,9 @@ def _plan_by_rule(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     specs: tuple[Spec | None, ...],
+    choice: Choice | None = None,
 ) -> _Plan | None:
-    """None for an operator without a rule."""
+    """None for an operator without a rule; `choice` is what was chosen for such a call, if that is known."""
     has_symbols = is_traced() and _has_symbols(args, kwargs, specs)
     with nullcontext() if has_symbols else off_the_record():
         # Nothing of the call but its specs may be kept in the plan.
@@ -236,12 +262,15 @@ def _plan_by_rule(
         if has_symbols:
             put_on_record(outputs, _numbers_of(args, kwargs, specs))
         call = OpCall(op, op_facts, tuple(shown_args), shown_kwargs, specs, outputs)
-        rule = find_rule(call)
+        rule = find_rule(call) if choice is None else choice.rule
         if rule is None:
             return None
         if rule.outputs is not None:
             call = replace(call, outputs=rule.outputs(call))
-        propagation = (rule.joint(call) if rule.joint is not None else None) or propagate(call, rule)
+        if choice is not None:
+            propagation = choice.propagation
+        else:
+            propagation = (rule.joint(call) if rule.joint is not None else None) or propagate(call, rule)
         if has_symbols:
             return _Plan(bind(wrap, call, rule, propagation))
 
@@ -255,7 +284,7 @@ def _plan_by_rule(
             seen = None if moves_operands(call, propagation) else with_true_strides(call, results)
             return None if seen is None else (bound(seen), rewrapped(wrap, results, seen.outputs))
 
-        return _Plan(bound(call), True, any_size_plan(call, rule, propagation), as_seen)
+        return _Plan(bound(call), True, choice or any_size_plan(call, rule, propagation), as_seen)
 
 
 def _while_numbers_last(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run) -> Run:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from disttrain.dtensor._torch import OpOverload, handle_of
+from disttrain.dtensor.dispatch.size_forms import sized
 from disttrain.dtensor.local_part import spec_of
 from disttrain.dtensor.spec.layout import Spec
 
@@ -86,8 +87,11 @@ def form_of_key(leader: Spec, key: Key) -> Key | None:
     """The key of a call, and its leading operand, whatever the operands' sizes; None where one is cut unevenly."""
     if leader.form is None:
         return None
+    shortened = sized(leader, key)
+    if shortened is None:
+        return None
     parts: list[Any] = [leader.form]
-    for part in key:
+    for part in shortened:
         form = part.form if type(part) is Spec else part
         if form is None and part is not None:
             return None

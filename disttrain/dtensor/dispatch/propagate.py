@@ -12,7 +12,8 @@ from disttrain.dtensor._torch import hint_of
 from disttrain.dtensor.rules import OpCall, Propagation, Rule, Signature
 from disttrain.dtensor.spec.layout import Layout
 from disttrain.dtensor.spec.placement import Partial, Placement, Replicate, Shard, StridedShard
-from disttrain.dtensor.spec.shard_sizes import num_blocks, piece_size
+from disttrain.dtensor.spec.shard_sizes import num_blocks
+from disttrain.pieces import piece_size
 
 
 def propagate(call: OpCall, rule: Rule) -> Propagation:

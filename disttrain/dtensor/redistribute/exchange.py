@@ -16,8 +16,8 @@ from disttrain.dtensor.redistribute.transfers import broadcast, exchange
 from disttrain.dtensor.spec.index_range import IndexRange
 from disttrain.dtensor.spec.layout import Spec
 from disttrain.dtensor.spec.placement import Shard
-from disttrain.dtensor.spec.shard_sizes import piece
 from disttrain.mesh import DeviceMesh
+from disttrain.pieces import piece
 
 
 def sole_axis(spec: Spec, dim: int) -> int | None:

@@ -22,9 +22,10 @@ from disttrain.dtensor.redistribute.plan import (
 from disttrain.dtensor.redistribute.transfers import all_gather, all_reduce, exchange, reduce_scatter
 from disttrain.dtensor.spec.layout import Layout, Spec
 from disttrain.dtensor.spec.placement import NormPartial, Partial, Placement
-from disttrain.dtensor.spec.shard_sizes import cut, piece, piece_size
+from disttrain.dtensor.spec.shard_sizes import cut
 from disttrain.errors import LayoutError
 from disttrain.mesh import DeviceMesh
+from disttrain.pieces import piece, piece_size
 
 
 def redistribute_local(local: torch.Tensor, spec: Spec, layout: Layout) -> torch.Tensor:

@@ -111,6 +111,7 @@ class Rule:
     `reads_numbers` True: the signatures depend on the values of floats among the arguments.
     `goes_by_layout` True: which signatures there are, and whether `localize` returns the operator itself, depends on
     sizes only through which of them are one, as long as cuts are even.
+    `computes_by_layout` True: it goes by layout, and what `localize` returns does so as well, sizes aside.
     `joint`, where axes that cut one dim must be looked at together: decides in place of `signatures`, unless it
     returns None. `fetch`, for operators with one operand: how its part gets to where the operator can be computed,
     where that is more than a redistribution; None for nothing. `outputs`: the results for the global shapes, where a
@@ -123,6 +124,7 @@ class Rule:
     takes_blocks: bool = True
     reads_numbers: bool = False
     goes_by_layout: bool = False
+    computes_by_layout: bool = False
     joint: Callable[[OpCall], Propagation | None] | None = None
     fetch: Callable[[OpCall, Propagation], Fetch | None] | None = None
     outputs: Callable[[OpCall], tuple[torch.Tensor, ...]] | None = None

@@ -63,7 +63,7 @@ def _outputs(call: OpCall) -> tuple[torch.Tensor, ...]:
     return output, *[statistic.to(dtype) for statistic in statistics]
 
 
-_LAYER_NORM = Rule(signatures_of(layer_norm), zeros_where_empty)
+_LAYER_NORM = Rule(signatures_of(layer_norm), zeros_where_empty, goes_by_layout=True)
 _GROUP_NORM = Rule(signatures_of(group_norm), _with_local_batch)
 
 RULES = {

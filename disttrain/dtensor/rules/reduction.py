@@ -179,7 +179,7 @@ def _neutral_value(kind: Partial, dtype: torch.dtype) -> float | int | bool:
             return 0
 
 
-_RULE = Rule(reduction, localize, goes_by_layout=True)
+_RULE = Rule(reduction, localize, goes_by_layout=True, computes_by_layout=True)
 _BY_ORDER = Rule(reduction, localize, reads_numbers=True)
 
 RULES: dict[str, Rule] = {

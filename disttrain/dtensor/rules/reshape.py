@@ -19,7 +19,8 @@ from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Sig
 from disttrain.dtensor.rules.dim_maps import mapped, result_spec, unchanged
 from disttrain.dtensor.spec.layout import Spec
 from disttrain.dtensor.spec.placement import Placement, Replicate, Shard, StridedShard
-from disttrain.dtensor.spec.shard_sizes import cut, piece_size
+from disttrain.dtensor.spec.shard_sizes import cut
+from disttrain.pieces import piece_size
 
 
 class _Group(NamedTuple):

@@ -14,7 +14,7 @@ from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Sig
 from disttrain.dtensor.rules.indexing import named_dim
 from disttrain.dtensor.rules.parts import cutting_axes, kept, operand_part, partials_of
 from disttrain.dtensor.spec.placement import Partial, Replicate, Shard
-from disttrain.dtensor.spec.shard_sizes import piece_size
+from disttrain.pieces import piece_size
 
 _WHOLE = Replicate()
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from disttrain.mesh._torch import GraphConstant, hold_in_graphs
+from disttrain.process_group.beside.torch_callers import check_caller
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,16 @@ class Placement(GraphConstant):
 
     def is_shard(self, dim: int | None = None) -> bool:
         """True for Shard, of `dim` if one is given; StridedShard is another kind."""
+        check_caller("placement")
         return False
 
     def is_replicate(self) -> bool:
+        check_caller("placement")
         return False
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
         """True for Partial, with `reduce_op` if one is given."""
+        check_caller("placement")
         return False
 
 
@@ -55,6 +59,7 @@ class Shard(Placement):
         return self.dim
 
     def is_shard(self, dim: int | None = None) -> bool:
+        check_caller("placement")
         return dim is None or dim == self.dim
 
     def __repr__(self) -> str:
@@ -90,6 +95,7 @@ class Replicate(Placement):
     """Every rank along the axis holds the same values."""
 
     def is_replicate(self) -> bool:
+        check_caller("placement")
         return True
 
     def __repr__(self) -> str:
@@ -103,6 +109,7 @@ class Partial(Placement):
     reduce_op: str = "sum"
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
+        check_caller("placement")
         return reduce_op is None or reduce_op == self.reduce_op
 
     def __repr__(self) -> str:

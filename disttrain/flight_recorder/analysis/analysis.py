@@ -6,7 +6,7 @@ Torch-free.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from disttrain.errors import FlightDumpError
@@ -15,9 +15,11 @@ from disttrain.flight_recorder.analysis.match import match
 from disttrain.flight_recorder.analysis.verdict import Verdict
 from disttrain.flight_recorder.dumps.dump import RING, SUFFIX, Dump
 from disttrain.flight_recorder.dumps.expanding import expanded
-from disttrain.flight_recorder.dumps.reader import Shared, read_dump
+from disttrain.flight_recorder.dumps.reader import read_dump
 from disttrain.flight_recorder.dumps.ring_reader import read_ring
+from disttrain.flight_recorder.dumps.shared_values import Shared
 from disttrain.flight_recorder.dumps.torch_dump import TorchDump, as_dumps, may_be_torch_dump, read_torch_dump
+from disttrain.flight_recorder.record.columns import Records
 from disttrain.flight_recorder.record.record import Record
 from disttrain.flight_recorder.record.replays import Replay
 from disttrain.flight_recorder.record.ring_layout import STACKS_SUFFIX
@@ -70,7 +72,7 @@ def _read(files: Sequence[Path]) -> tuple[list[Dump], list[str]]:
             if not is_ours:
                 of_torch.append(read_torch_dump(file))
                 continue
-            dump = read_dump(file, shared) if file.suffix == SUFFIX else read_ring(file)
+            dump = read_dump(file, shared) if file.suffix == SUFFIX else _in_columns(read_ring(file))
         except FlightDumpError as error:
             notes.append(f"not used: {error.problem}")
             continue
@@ -84,8 +86,13 @@ def _read(files: Sequence[Path]) -> tuple[list[Dump], list[str]]:
         notes.append(f"{others} (*{SUFFIX}, *{RING_SUFFIX}, nccl_trace_rank_*)")
     for dump in as_dumps(of_torch, notes):
         notes += [f"torch's dump of rank {dump.rank} {problem}" for problem in dump.problems]
-        dumps.append(dump)
+        dumps.append(_in_columns(dump))
     return dumps, notes
+
+
+def _in_columns(dump: Dump) -> Dump:
+    """The same dump in less memory."""
+    return replace(dump, records=Records.of(dump.records))
 
 
 def _files(path: Path) -> list[Path]:

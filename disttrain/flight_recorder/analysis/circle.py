@@ -4,12 +4,17 @@ torch-free."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from disttrain.flight_recorder.analysis.match import Match
 from disttrain.flight_recorder.analysis.verdict import Kind, Verdict
-from disttrain.flight_recorder.analysis.waits import Wait, circle_of
+from disttrain.flight_recorder.analysis.wait_graph import Wait, circle_of
 from disttrain.flight_recorder.analysis.wording import call_text, capitalized, location
+from disttrain.flight_recorder.record.by_identity import ByIdentity
 from disttrain.flight_recorder.record.record import RECEIVE, SEND, ranks_text
+
+_MAX_LINES: Final = 32
+"""Of evidence with one wait each."""
 
 
 def find_circle(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
@@ -17,11 +22,7 @@ def find_circle(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
     circle = circle_of(waits)
     if not circle:
         return []
-    evidence = tuple(
-        f"rank {wait.rank} waits for {ranks_text(wait.for_ranks)} in {call_text(wait.record)} at "
-        f"{location(matched.dumps[wait.rank], wait.record.site.stack)}"
-        for wait in circle
-    )
+    evidence = _lines(matched, circle)
     messages = [wait for wait in circle if wait.is_message]
     if not messages:
         return [_of_collectives(circle, evidence)]
@@ -36,13 +37,29 @@ def find_circle(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
     return [_of_one_side(matched, circle, messages, evidence)]
 
 
+def _lines(matched: Match, circle: Sequence[Wait]) -> tuple[str, ...]:
+    """A line for each wait; where these are many, one for all that are alike, as half of the ranks may wait for
+    half."""
+    lines: dict[tuple[str, str, str, int], list[int]] = {}
+    texts = ByIdentity(ranks_text)
+    for number, wait in enumerate(circle):
+        where = location(matched.dumps[wait.rank], wait.record.site.stack)
+        key = texts(wait.for_ranks), call_text(wait.record), where, number if len(circle) <= _MAX_LINES else 0
+        lines.setdefault(key, []).append(wait.rank)
+    return tuple(
+        f"{ranks_text(ranks)} {'wait' if len(ranks) > 1 else 'waits'} for {whom} in {call} at {where}"
+        for (whom, call, where, _), ranks in lines.items()
+    )
+
+
 def _of_collectives(circle: Sequence[Wait], evidence: tuple[str, ...]) -> Verdict:
     ranks_by_call: dict[tuple[str, int], list[int]] = {}
     members: dict[str, set[int]] = {}
     for wait in circle:
         site = wait.record.site
         ranks_by_call.setdefault((site.group_name, wait.record.sequence), []).append(wait.rank)
-        members[site.group_name] = set(site.ranks)
+        if site.group_name not in members:
+            members[site.group_name] = set(site.ranks)
     everybody = sorted({wait.rank for wait in circle})
     who = capitalized(ranks_text(everybody))
     shared = set.intersection(*members.values())

@@ -9,24 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from disttrain.flight_recorder.analysis.absence import Absence
 from disttrain.flight_recorder.analysis.circle import find_circle
 from disttrain.flight_recorder.analysis.match import Match
 from disttrain.flight_recorder.analysis.membership import find_different_groups
-from disttrain.flight_recorder.analysis.mismatch import divergence, find_mismatches, other_shapes
+from disttrain.flight_recorder.analysis.mismatch import find_mismatches, other_shapes
 from disttrain.flight_recorder.analysis.missing_ranks import broke, cause_of_absence, is_victim, lifeless, raised
 from disttrain.flight_recorder.analysis.straggler import find_straggler
 from disttrain.flight_recorder.analysis.together import find_all_entered, never_started, records_in
 from disttrain.flight_recorder.analysis.verdict import Cause, Kind, Verdict
-from disttrain.flight_recorder.analysis.waits import MIN_WAIT_S, Wait, ends_of, find_waits
-from disttrain.flight_recorder.analysis.wording import (
-    arrival_lines,
-    call_text,
-    capitalized,
-    location,
-    stack_line,
-    waited_s,
-)
-from disttrain.flight_recorder.dumps.dump import Dump
+from disttrain.flight_recorder.analysis.wait_graph import Wait, ends_of, fronts_of
+from disttrain.flight_recorder.analysis.waits import find_waits
+from disttrain.flight_recorder.analysis.wording import arrival_lines, capitalized, location, stack_line
 from disttrain.flight_recorder.record.record import SEND, Record, ranks_text
 
 _CONNECTING_S: Final = 5.0
@@ -53,24 +47,37 @@ def _contradictions(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
 
 def _ends(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
     """The ranks that others wait for and that wait for nobody themselves; similar ones share a verdict."""
+    fronts = fronts_of(waits)
+    ends = sorted(ends_of(fronts))
+    # Of each of these, the indexes of the fronts that wait for it.
+    direct: dict[int, list[int]] = {rank: [] for rank in ends}
+    for index, front in enumerate(fronts):
+        for rank in direct.keys() & set(front.for_ranks):
+            direct[rank].append(index)
     alike: dict[tuple[Kind, Cause, str], list[int]] = {}
     queued: dict[tuple[str, str, int], dict[int, Record]] = {}
     was_broken = broke(waits)
-    for rank in sorted(ends_of(waits)):
-        direct = [wait for wait in waits if rank in wait.for_ranks]
-        of_waits = [records_in(matched, wait).get(rank) for wait in direct]
+    all_records = [records_in(matched, front.waits[0]) for front in fronts]
+    for rank in ends:
+        of_waits = [all_records[index].get(rank) for index in direct[rank]]
         not_begun = [record for record in of_waits if record is not None and record.is_queued]
         if not_begun:
             first = min(not_begun, key=lambda record: record.enqueued_s)
             queued.setdefault((first.site.group_name, first.site.operation, first.sequence), {})[rank] = first
             continue
         cause, why = cause_of_absence(matched, rank, was_broken=was_broken)
-        forgot = cause is Cause.ENDED and all(wait.is_message for wait in direct)
-        kind = _missing_end(direct[0].record) if forgot else Kind.RANK_ABSENT
+        first_waits = [fronts[index].waits[0] for index in direct[rank]]
+        forgot = cause is Cause.ENDED and all(wait.is_message for wait in first_waits)
+        kind = _missing_end(first_waits[0].record) if forgot else Kind.RANK_ABSENT
         alike.setdefault((kind, cause, why), []).append(rank)
-    verdicts = [_absent(matched, waits, *finding, ranks) for finding, ranks in alike.items()]
+    absence = Absence(matched, waits, fronts)
+    verdicts = [
+        absence.verdict(*finding, ranks, sorted({index for rank in ranks for index in direct[rank]}))
+        for finding, ranks in alike.items()
+    ]
     for records in queued.values():
-        others = {wait.rank: wait.record for wait in waits if records.keys() & set(wait.for_ranks)}
+        indexes = {index for rank in records for index in direct[rank]}
+        others = {wait.rank: wait.record for wait in absence.waits_in(indexes)}
         verdicts.append(never_started(matched, records, arrival_lines(matched.dumps, others | records)))
     return sorted(verdicts, key=lambda verdict: _doubt(matched, verdict, was_broken=was_broken))
 
@@ -89,46 +96,10 @@ def _doubt(matched: Match, verdict: Verdict, *, was_broken: bool) -> int:
     return 1 if verdict.cause in (Cause.RAISED, Cause.DEAD) else 2
 
 
-def _absent(matched: Match, waits: Sequence[Wait], kind: Kind, cause: Cause, why: str, ranks: list[int]) -> Verdict:
-    direct = [wait for wait in waits if set(ranks) & set(wait.for_ranks)]
-    longest = max(direct, key=lambda wait: waited_s(matched.dumps[wait.rank], wait.record))
-    record = longest.record
-    who, others = ranks_text(ranks), ranks_text(wait.rank for wait in direct)
-    evidence = arrival_lines(matched.dumps, {wait.rank: wait.record for wait in direct})
-    for rank in ranks[:4]:
-        if (dump := matched.dumps.get(rank)) is not None:
-            evidence += _traces(dump, record)
-    arrived = {}
-    if not longest.is_message:
-        collective = matched.collectives[record.site.group_name][record.sequence]
-        evidence += divergence(matched, collective)
-        arrived = {rank: collective.records[rank] for rank in ranks if rank in collective.records}
-    indirect = {wait.rank for wait in waits} - {wait.rank for wait in direct}
-    if indirect:
-        evidence.append(f"{ranks_text(indirect)} wait for ranks that wait")
-    did = "came to" if arrived else "did not come to"
-    call = f"{call_text(record)} but did not leave it" if arrived else call_text(record)
-    summary = f"{capitalized(who)} {did} {call}, where {others} waited at "
-    summary += f"{location(matched.dumps[longest.rank], record.site.stack)}: {why}."
-    return Verdict(kind, tuple(ranks), summary, tuple(evidence), cause)
-
-
-def _traces(dump: Dump, record: Record) -> list[str]:
-    """Evidence that an absent rank has left: where it is, its last call, and how old that news is."""
-    lines = [stack_line(dump)] if dump.threads or dump.failure else []
-    if dump.records:
-        last = dump.records[-1]
-        lines.append(f"rank {dump.rank}: last was {call_text(last)} at {location(dump, last.site.stack)}, {last.state}")
-    age_s = record.enqueued_s - dump.dumped_s
-    if dump.failure is None and age_s >= MIN_WAIT_S:
-        lines.append(f"rank {dump.rank}: its dump is {age_s:.1f} s older than this call, or the clocks differ")
-    return lines
-
-
 def _unconnected(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
     """Ranks inside the first collective of a group, which is on record only once all members are connected."""
     waiting = {wait.rank for wait in waits}
-    inside = [rank for rank, dump in matched.dumps.items() if rank not in waiting and dump.is_in_transport]
+    inside = {rank: None for rank, dump in matched.dumps.items() if rank not in waiting and dump.is_in_transport}
     connecting = [rank for rank in inside if _idle_s(matched, rank) >= _CONNECTING_S]
     others = [rank for rank in range(matched.world_size) if rank not in inside and rank not in waiting]
     if not connecting or not others:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from operator import itemgetter
 from typing import Final
 
-from disttrain.flight_recorder.analysis.match import Collective, Match, Message
+from disttrain.flight_recorder.analysis.collectives import Collective
+from disttrain.flight_recorder.analysis.match import Match
+from disttrain.flight_recorder.analysis.messages import Message
 from disttrain.flight_recorder.analysis.verdict import Kind, Verdict
 from disttrain.flight_recorder.analysis.wording import arrival_lines, location
 from disttrain.flight_recorder.dumps.dump import Dump
@@ -16,7 +17,6 @@ from disttrain.flight_recorder.record.record import CallSite, Record, State, ran
 _EVEN: Final = {"all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor"}
 """Operations whose tensors have the same number of elements on all ranks."""
 
-_SITE_OF: Final = itemgetter(0)
 _LOOKAHEAD: Final = 16
 """The most collectives by which the same calls may come later, to be taken for a different order."""
 
@@ -42,17 +42,17 @@ def find_mismatches(matched: Match) -> list[Verdict]:
     verdicts = []
     signatures: dict[int, Hashable] = {}
     for collectives in matched.collectives.values():
-        for collective in collectives.values():
-            if _has_one_site(collective):
-                continue
-            if len({_signature(record[0], signatures) for record in collective.records.values()}) > 1:
-                verdict = _collective(matched, collective)
-            else:
-                verdict = _parts(matched, collective)
+        for sequence, sites in collectives.mixed.items():
+            verdict = None
+            if len({_signature(site, signatures) for site, _ in sites.values()}) > 1:
+                verdict = _collective(matched, collectives[sequence])
+            elif any(site.splits for site, _ in sites.values()):
+                verdict = _parts(matched, collectives[sequence])
             if verdict is not None:
                 verdicts.append(verdict)
                 break
-    return verdicts + [verdict for message in matched.messages.values() if (verdict := _message(matched, message))]
+    messages = matched.messages.unfinished()
+    return verdicts + [verdict for message in messages if (verdict := _message(matched, message))]
 
 
 def other_shapes(matched: Match) -> list[str]:
@@ -62,7 +62,10 @@ def other_shapes(matched: Match) -> list[str]:
     """
     sentences = []
     for collectives in matched.collectives.values():
-        for collective in collectives.values():
+        for sequence, sites in collectives.mixed.items():
+            if len({_shapes(site) for site, _ in sites.values()}) == 1:
+                continue
+            collective = collectives[sequence]
             ways: dict[Hashable, list[int]] = {}
             for rank, record in sorted(collective.records.items()):
                 ways.setdefault(_shapes(record.site), []).append(rank)
@@ -81,13 +84,14 @@ def _shapes(site: CallSite) -> Hashable:
 
 def _parts(matched: Match, collective: Collective) -> Verdict | None:
     """An all_to_all_single of which a rank sends another number of rows than the other expects."""
-    sites = {rank: record.site for rank, record in collective.records.items()}
-    if not any(site.splits for site in sites.values()):
-        return None
+    sites = {rank: record.site for rank, record in sorted(collective.records.items())}
     rows = {rank: _rows(site) for rank, site in sites.items() if site.operation == "all_to_all_single"}
-    for sender, (_, sent) in sorted(rows.items()):
-        for receiver, (received, _) in sorted(rows.items()):
-            num_sent, num_expected = sent[collective.ranks.index(receiver)], received[collective.ranks.index(sender)]
+    index_of = {rank: index for index, rank in enumerate(collective.ranks)}
+    receivers = [(rank, index_of[rank], received) for rank, (received, _) in rows.items()]
+    for sender, (_, sent) in rows.items():
+        sender_index = index_of[sender]
+        for receiver, index, received in receivers:
+            num_sent, num_expected = sent[index], received[sender_index]
             if num_sent != num_expected:
                 summary = (
                     f"Ranks called different sizes as {collective.title}: rank {sender} sends {num_sent} rows to rank "
@@ -116,26 +120,21 @@ def _rows(site: CallSite) -> tuple[Sequence[int], Sequence[int]]:
 def divergence(matched: Match, collective: Collective) -> list[str]:
     """The first collective before `collective` that ranks called from different lines, as a line of evidence."""
     lines: dict[int, str] = {}
-    for earlier in matched.collectives[collective.group_name].values():
-        if earlier.sequence >= collective.sequence:
+    collectives = matched.collectives[collective.group_name]
+    for sequence, sites in collectives.mixed.items():
+        if sequence >= collective.sequence:
             break
-        if _has_one_site(earlier):
-            continue
-        for rank, record in earlier.records.items():
-            if id(record[0]) not in lines:
-                lines[id(record[0])] = location(matched.dumps[rank], record.site.stack)
-        if len({lines[id(record[0])] for record in earlier.records.values()}) > 1:
+        for address, (site, rank) in sites.items():
+            if address not in lines:
+                lines[address] = location(matched.dumps[rank], site.stack)
+        if len({lines[address] for address in sites}) > 1:
+            earlier = collectives[sequence]
             ranks_at: dict[str, list[int]] = {}
             for rank, record in earlier.records.items():
-                ranks_at.setdefault(lines[id(record[0])], []).append(rank)
+                ranks_at.setdefault(lines[id(record.site)], []).append(rank)
             ways = "; ".join(f"{ranks_text(ranks)} at {where}" for where, ranks in ranks_at.items())
             return [f"ranks called from different lines first in {earlier.title}: {ways}"]
     return []
-
-
-def _has_one_site(collective: Collective) -> bool:
-    """True when all ranks called the same from the same line; ranks whose dumps were read together share call sites."""
-    return len(set(map(id, map(_SITE_OF, collective.records.values())))) == 1
 
 
 def _signature(site: CallSite, signatures: dict[int, Hashable]) -> Hashable:
@@ -179,12 +178,7 @@ def _minority(matched: Match, collective: Collective, ways: list[list[int]]) -> 
     all."""
     by_size = sorted(ways, key=len)
     if len(by_size[-1]) == len(by_size[-2]):
-        stacks = {
-            record.site.stack
-            for sequence, earlier in matched.collectives[collective.group_name].items()
-            if sequence < collective.sequence
-            for record in earlier.records.values()
-        }
+        stacks = matched.collectives[collective.group_name].stacks_before(collective.sequence)
         new = [ranks for ranks in ways if not any(collective.records[rank].site.stack in stacks for rank in ranks)]
         by_size = [*new, []] if 0 < len(new) < len(ways) else [*ways, []]
     return sorted(rank for ranks in by_size[:-1] for rank in ranks)
@@ -195,8 +189,8 @@ def _is_swapped(matched: Match, collective: Collective) -> bool:
     collectives = matched.collectives[collective.group_name]
     signatures: dict[int, Hashable] = {}
     current = {_signature(record.site, signatures) for record in collective.records.values()}
+    near = [collectives.get(collective.sequence + ahead) for ahead in range(_LOOKAHEAD)]
     for rank in collective.records:
-        near = [collectives.get(collective.sequence + ahead) for ahead in range(_LOOKAHEAD)]
         called = {_signature(other.records[rank].site, signatures) for other in near if other and rank in other.records}
         if not current <= called:
             return False

@@ -11,7 +11,7 @@ from typing import Final
 
 from disttrain.flight_recorder.analysis.match import Match
 from disttrain.flight_recorder.analysis.verdict import Cause
-from disttrain.flight_recorder.analysis.waits import Wait
+from disttrain.flight_recorder.analysis.wait_graph import Wait
 from disttrain.flight_recorder.analysis.wording import location
 from disttrain.flight_recorder.dumps.dump import RING, Dump
 from disttrain.flight_recorder.dumps.words import EXIT
@@ -59,10 +59,11 @@ def lifeless(matched: Match) -> list[int]:
     dumped_s = [dump.dumped_s + offsets_s[rank] for rank, dump in matched.dumps.items() if dump.reason != RING]
     if not dumped_s:
         return []
+    last_s = max(dumped_s)
     return [
         rank
         for rank, dump in matched.dumps.items()
-        if dump.reason == RING and (dump.process or dump.dumped_s + offsets_s[rank] < max(dumped_s) - _LIFELESS_S)
+        if dump.reason == RING and (dump.process or dump.dumped_s + offsets_s[rank] < last_s - _LIFELESS_S)
     ]
 
 

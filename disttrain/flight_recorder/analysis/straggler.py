@@ -7,13 +7,11 @@ clock measures its part; clocks are never compared. On GPUs the devices' times a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from operator import attrgetter
 from typing import Final
 
 from disttrain.flight_recorder.analysis.match import Match
 from disttrain.flight_recorder.analysis.verdict import Kind, Verdict
-from disttrain.flight_recorder.record.record import Record
+from disttrain.flight_recorder.record.columns import Records
 
 _MIN_RECORDS: Final = 8
 _MIN_MORE_S: Final = 1.0
@@ -22,17 +20,16 @@ _MIN_SHARE: Final = 0.2
 """Of the recorded time."""
 _NUM_PAUSES: Final = 2
 """Pauses that any rank may make, for a save or a connection, without being a straggler."""
-_DEVICE_OF: Final = attrgetter("device")
 
 
 def find_straggler(matched: Match) -> list[Verdict]:
     """Finds the rank that works a fifth of the time longer than any other, and a second at least; at most one
     verdict."""
-    records = {rank: dump.records for rank, dump in matched.dumps.items()}
+    records = matched.records
     if not 1 < matched.world_size == len(records) or min(map(len, records.values())) < _MIN_RECORDS:
         return []
     # Of a rank whose device is not known only the host's time is there, which is no measure beside devices'.
-    if len({any(map(_DEVICE_OF, rank_records)) for rank_records in records.values()}) > 1:
+    if len({rank_records.devices is not None for rank_records in records.values()}) > 1:
         return []
     spans_s = {rank: rank_records[-1].times_s[0] - rank_records[0].times_s[0] for rank, rank_records in records.items()}
     work_s = {rank: _work_s(rank_records) for rank, rank_records in records.items()}
@@ -49,11 +46,9 @@ def find_straggler(matched: Match) -> list[Verdict]:
     return [Verdict(Kind.STRAGGLER, (rank,), summary, (evidence,))]
 
 
-def _work_s(records: Sequence[Record]) -> float:
+def _work_s(records: Records) -> float:
     """Seconds between a rank's waits, without its longest pauses."""
-    waits = sorted(
-        (began_s, ended_s) for began_s, ended_s in (record.wait_s for record in records) if ended_s is not None
-    )
+    waits = sorted(records.waits())
     work_s = []
     free_s = waits[0][1] if waits else 0.0
     for began_s, ended_s in waits:

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from disttrain.flight_recorder.analysis.match import Match, message_key
+from disttrain.flight_recorder.analysis.match import Match
+from disttrain.flight_recorder.analysis.messages import message_key
 from disttrain.flight_recorder.analysis.verdict import Kind, Verdict
-from disttrain.flight_recorder.analysis.waits import MIN_WAIT_S, Wait
+from disttrain.flight_recorder.analysis.wait_graph import Wait
+from disttrain.flight_recorder.analysis.waits import MIN_WAIT_S
 from disttrain.flight_recorder.analysis.wording import arrival_lines, call_text, capitalized, location, waited_s
 from disttrain.flight_recorder.record.record import Record, State, ranks_text
 

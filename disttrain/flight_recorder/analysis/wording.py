@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 
 from disttrain.flight_recorder.dumps.dump import Dump
 from disttrain.flight_recorder.record.record import SEND, Frame, Record, Stack, State, ranks_text
@@ -68,13 +68,20 @@ def waited_s(dump: Dump, record: Record) -> float:
 
 def arrival_lines(dumps: Mapping[int, Dump], records: Mapping[int, Record]) -> list[str]:
     """A line for all ranks that came alike: what they called, where, and how long the longest of them waited."""
-    alike: dict[tuple[str, str, State, bool], list[int]] = {}
+    # First by what texts are made of, since each takes longer than all else, then by the texts.
+    same: dict[tuple[Hashable, ...], list[int]] = {}
     for rank, record in sorted(records.items()):
-        where = location(dumps[rank], record.site.stack)
-        alike.setdefault((call_text(record), where, record.state, record.is_queued), []).append(rank)
+        dump, called = dumps[rank], (id(record.site), record.sequence, record.action, record.module)
+        key = (*called, dump.package, dump.libraries, record.state, record.is_queued)
+        same.setdefault(key, []).append(rank)
+    alike: dict[tuple[str, str, State, bool], list[int]] = {}
+    for ranks in same.values():
+        record = records[ranks[0]]
+        where = location(dumps[ranks[0]], record.site.stack)
+        alike.setdefault((call_text(record), where, record.state, record.is_queued), []).extend(ranks)
     lines = []
     for (call, where, *_), ranks in alike.items():
-        longest = max(ranks, key=lambda rank: waited_s(dumps[rank], records[rank]))
+        longest = max(sorted(ranks), key=lambda rank: waited_s(dumps[rank], records[rank]))
         lines.append(f"{ranks_text(ranks)}: {call} at {where}, {waited_text(dumps[longest], records[longest])}")
     return lines
 

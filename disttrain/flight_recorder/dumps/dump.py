@@ -6,7 +6,7 @@ docs/flight_dump_format.md has the format; `dumps/reader.py` reads it. Torch-fre
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -67,7 +67,7 @@ class Dump:
     groups: tuple[GroupProgress, ...] = ()
     channels: tuple[ChannelProgress, ...] = ()
     threads: tuple[ThreadStack, ...] = ()
-    records: tuple[Record, ...] = ()
+    records: Sequence[Record] = ()
     replays: tuple[Replay, ...] = ()
     problems: tuple[str, ...] = ()
     process: str = ""

@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import Final
 
 from disttrain.flight_recorder.dumps.dump import Dump
+from disttrain.flight_recorder.record.columns import Records
 from disttrain.flight_recorder.record.record import Record
 from disttrain.flight_recorder.record.replays import records_of
 
@@ -24,4 +25,4 @@ def expanded(dump: Dump) -> Dump:
     if not records:
         return dump
     ordered = sorted([*dump.records, *records], key=attrgetter("enqueued_s"))
-    return replace(dump, records=tuple(ordered), replays=())
+    return replace(dump, records=Records.of(ordered), replays=())

@@ -8,17 +8,29 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import repeat
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgpack
 
 from disttrain.errors import FlightDumpError
-from disttrain.flight_recorder.dumps.dump import MAGIC, VERSION, Dump, packed
+from disttrain.flight_recorder.dumps.checked_values import (
+    as_int,
+    as_ints,
+    as_text,
+    at,
+    checked_header,
+    device_times,
+    finite,
+    more_of_site,
+)
+from disttrain.flight_recorder.dumps.dump import MAGIC, Dump, packed
+from disttrain.flight_recorder.dumps.read_replays import ReadReplays
+from disttrain.flight_recorder.dumps.record_runs import NewestFirst, find_run
+from disttrain.flight_recorder.dumps.shared_values import Shared
+from disttrain.flight_recorder.record.columns import STATE_NUMBERS, STATES, Records
 from disttrain.flight_recorder.record.record import (
     CallSite,
     ChannelProgress,
@@ -27,32 +39,18 @@ from disttrain.flight_recorder.record.record import (
     Frame,
     GroupProgress,
     Record,
-    Splits,
     Stack,
     State,
     ThreadStack,
 )
-from disttrain.flight_recorder.record.replays import ListedCall, Replay, StepGraphCalls
 
 MAX_FILE_BYTES: Final = 256 << 20
 _MAX_HEADER_BYTES: Final = 1 << 16
-MAX_WORLD_SIZE: Final = 1 << 20
 _KINDS: Final = {
-    "dump",
-    "stack",
-    "group",
-    "channel",
-    "thread",
-    "failure",
-    "label",
-    "site",
-    "record",
-    "graph",
-    "replay",
-    "end",
+    *("dump", "stack", "group", "channel", "thread", "failure", "label", "site", "record"),
+    *("graph", "replay", "end"),
 }
-_STATES: Final = {state.value: state for state in (State.ENQUEUED, State.COMPLETED, State.FAILED)}
-_INT_ONLY: Final = frozenset({int})
+_STATES: Final = {state.value: STATE_NUMBERS[state] for state in (State.ENQUEUED, State.COMPLETED, State.FAILED)}
 _NONE: Final = type(None)
 _RECORD_TYPES: Final[tuple[set[Any], ...]] = (
     *({str}, {int}, {int}, {str}, {float}, {float, _NONE}, {str, _NONE}, {int}),
@@ -62,19 +60,10 @@ _RECORD_SIZE: Final = len(_RECORD_TYPES)
 _WRONG: Final = (ValueError, TypeError, LookupError, OverflowError, msgpack.exceptions.StackError)
 _NUM_DEVICE_TIMES: Final = len(DeviceTimes._fields)
 _TIMES_ONLY: Final = frozenset({float, _NONE})
-_NEW_DEVICE_TIMES: Final[Callable[[list[Any]], DeviceTimes]] = partial(tuple.__new__, DeviceTimes)
-_NEW_RECORD: Final[Callable[[tuple[Any, ...]], Record]] = partial(tuple.__new__, Record)
-
-T = TypeVar("T")
-
-
-@dataclass
-class Shared:
-    """Values that the dumps of a job have in common, so that each is kept once: by the bytes that encode it."""
-
-    stacks: dict[bytes, Stack] = field(default_factory=dict)
-    sites: dict[tuple[bytes, int, int], CallSite] = field(default_factory=dict)
-    ranks: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
+_STACK_START: Final = b"\x92" + msgpack.packb("stack")
+_END_START: Final = b"\x92" + msgpack.packb("end")
+_GROUP_STARTS: Final = tuple(bytes([0x90 + size]) + msgpack.packb("group") for size in range(4, 7))
+"""The first bytes of a group's array, of any version."""
 
 
 def read_dump(file: Path, shared: Shared | None = None) -> Dump:
@@ -109,19 +98,74 @@ def decode(data: bytes, shared: Shared | None = None) -> Dump:
     if not data.startswith(MAGIC):
         raise FlightDumpError("read_dump", "is not a dump of disttrain's flight recorder")
     shared = Shared() if shared is None else shared
+    if not (end_bytes := _end_bytes(data)):
+        return _decode_damaged(data, shared)
+    try:
+        return _decode_runs(data, len(data) - end_bytes, shared)
+    except (msgpack.exceptions.OutOfData, FlightDumpError, *_WRONG):
+        pass  # The content may be anything, since anybody may have written it.
     try:
         items = list(_unpacker(data))
     except _WRONG:
-        items = []
-    if items and type(items[-1]) is list and items[-1][:1] == ["end"]:
-        end = packed(items[-1])
-        if data.endswith(end) and items[-1][1:] == [zlib.crc32(memoryview(data)[: -len(end)])]:
-            return _decode_whole(items[:-1], shared)
-    return _decode_damaged(data, shared)
+        return _decode_damaged(data, shared)
+    return _decode_whole(items[:-1], shared)
+
+
+def _end_bytes(data: bytes) -> int:
+    """The size of the array at the end that shows that nothing is missing or changed; 0 where it does not."""
+    for size in range(6, 11):
+        tail = data[-size:]
+        if tail.startswith(_END_START):
+            try:
+                end = msgpack.unpackb(tail)
+            except _WRONG:
+                continue
+            if packed(end) == tail and end[1:] == [zlib.crc32(memoryview(data)[:-size])]:
+                return size
+    return 0
+
+
+def _decode_runs(data: bytes, stop: int, shared: Shared) -> Dump:
+    """Decodes a dump as this version writes it, much of it at once. Raises where something is otherwise."""
+    reader = _Reader(shared)
+    columns = NewestFirst()
+    unpacker = _unpacker(data)
+    start, told = len(MAGIC), 0
+    # After so many records without a new call site it looks for a run.
+    patience, num_plain = 4, 0
+    while start < stop:
+        if data.startswith(_GROUP_STARTS, start) or data.startswith(_STACK_START, start):
+            unpacker.skip()
+            size = unpacker.tell() - told
+            reader.take_shared(data[start : start + size])
+            num_plain = 0
+        else:
+            item = unpacker.unpack()
+            size = unpacker.tell() - told
+            if item[0] == "record":
+                reader.raw_records.append(item)
+                num_plain += 1
+            else:
+                reader.take_known(item, data[start : start + size])
+                num_plain = 0
+        start += size
+        told = unpacker.tell()
+        if num_plain < patience:
+            continue
+        if run := find_run(data, start, stop):
+            reader.add_raw(columns)
+            columns.add_run(run, _STATES[run.state])
+            start += run.num_bytes
+            unpacker.read_bytes(run.num_bytes)
+            told = unpacker.tell()
+        else:
+            patience, num_plain = min(2 * patience, 256), 0
+    reader.add_raw(columns)
+    return reader.dump(reader.records_of(columns), None)
 
 
 def _decode_whole(items: list[Any], shared: Shared) -> Dump:
-    """Decodes a dump in one call, in half the time. The content is still checked, since anybody may have written it."""
+    """Decodes a dump as far as its content can be."""
     reader = _Reader(shared)
     for item in items:
         if type(item) is list and item and item[0] == "record":
@@ -177,50 +221,88 @@ class _Reader:
     groups: dict[str, GroupProgress] = field(default_factory=dict)
     channels: list[ChannelProgress] = field(default_factory=list)
     threads: list[ThreadStack] = field(default_factory=list)
-    graphs: list[StepGraphCalls] = field(default_factory=list)
-    replays: list[Replay] = field(default_factory=list)
+    replays: ReadReplays = field(default_factory=ReadReplays)
     raw_records: list[list[Any]] = field(default_factory=list)
 
-    def records(self) -> list[Record]:
-        """Oldest first. Nearly all of a dump are records, so their types are checked all at once."""
-        raw = self.raw_records[::-1]
-        if not raw or set(map(len, raw)) != {_RECORD_SIZE}:
-            return self._records_singly()
-        columns: list[Any] = list(zip(*raw, strict=True))
-        _, sites, _, states, *_, labels, devices, _ = columns
-        if (
-            any(not kinds.issuperset(map(type, column)) for kinds, column in zip(_RECORD_TYPES, columns, strict=True))
-            or not 0 <= min(sites) <= max(sites) < len(self.sites)
-            or not 0 <= min(labels) <= max(labels) < len(self.labels)
-            or not _STATES.keys() >= set(states)
-        ):
-            return self._records_singly()
-        actions, modules = [label[0] for label in self.labels], [label[1] for label in self.labels]
-        columns[1] = map(self.sites.__getitem__, sites)
-        columns[3] = map(_STATES.__getitem__, states)
-        try:
-            columns[8] = _all_device_times(devices) if any(devices) else devices
-        except _WRONG:
-            return self._records_singly()
-        columns[7:8] = map(actions.__getitem__, labels), map(modules.__getitem__, labels)
-        columns.append(repeat(""))
-        return list(map(_NEW_RECORD, zip(*columns[1:], strict=False)))
+    def add_raw(self, columns: NewestFirst) -> None:
+        """Add the records that were decoded one by one. Their types are checked all at once. Raises ValueError."""
+        raw, self.raw_records = self.raw_records, []
+        if not raw:
+            return
+        _, sites, sequences, states, began_s, ended_s, errors, labels, devices, waits_s = decoded = list(
+            zip(*raw, strict=True)
+        )
+        if any(not kinds.issuperset(map(type, column)) for kinds, column in zip(_RECORD_TYPES, decoded, strict=True)):
+            raise ValueError("fields of other types")
+        # Infinities may add up to no number too. In columns that stands for what there is not.
+        if any(math.isnan(sum(filter(None, column))) for column in (began_s, ended_s, waits_s)):
+            raise ValueError("not a number")
+        marks = _checked_marks(devices) if any(devices) else [None] * len(devices)
+        fields = [sites, sequences, began_s, ended_s, errors, labels, marks, waits_s]
+        columns.add(fields, bytes(map(_STATES.__getitem__, states)))
 
-    def _records_singly(self) -> list[Record]:
+    def records_of(self, columns: NewestFirst) -> Records:
+        """The records, oldest first. Raises ValueError for numbers of what is not there."""
+        num_records = len(columns.states)
+        if num_records and not (max(columns.sites) < len(self.sites) and max(columns.labels) < len(self.labels)):
+            raise ValueError("a number of something that is not there")
+        began_s, ended_s, waits_s = (column[::-1] for column in columns.times)
+        return Records(
+            self.shared.listed(self.sites),
+            self.shared.column(columns.sites[::-1]),
+            self.shared.column(columns.sequences[::-1]),
+            bytes(columns.states[::-1]),
+            began_s,
+            ended_s,
+            {num_records - 1 - index: error for index, error in columns.errors.items()},
+            tuple(self.labels),
+            self.shared.column(columns.labels[::-1]),
+            None if all(map(math.isnan, waits_s)) else waits_s,
+            columns.devices(),
+        )
+
+    def _records_singly(self) -> Records:
         """Decodes records one by one, those of other versions too; invalid ones are left out."""
         records: list[Record] = []
         for item in self.raw_records[::-1]:
             try:
                 _, site, sequence, state, began_s, ended_s, error, *more = item
-                fields = _at(self.sites, site), as_int(sequence), _STATES[state], _finite(began_s)
-                end = None if ended_s is None else _finite(ended_s), _text_or_none(error)
-                label = _at(self.labels, more[0]) if more else ("", "")
+                fields = at(self.sites, site), as_int(sequence), STATES[_STATES[state]], finite(began_s)
+                end = None if ended_s is None else finite(ended_s), _text_or_none(error)
+                label = at(self.labels, more[0]) if more else ("", "")
                 device, waits_s = (*more[1:3], None, None)[:2]
-                waited_from_s = None if waits_s is None else _finite(waits_s)
-                records.append(Record(*fields, *end, *label, _device_times(device), waited_from_s))
+                waited_from_s = None if waits_s is None else finite(waits_s)
+                records.append(Record(*fields, *end, *label, device_times(device), waited_from_s))
             except _WRONG:
                 continue
-        return records
+        return Records.of(records)
+
+    def take_known(self, item: Any, encoded: bytes) -> None:
+        """Add what `take` does, a call site of another rank faster, whose item was encoded the same."""
+        match item:
+            case ["site", str(name), None, _, _, _, _, _, int(stack), *_] if name in self.groups:
+                key = encoded, id(self.groups[name].ranks), id(at(self.stacks, stack))
+                site = self.shared.encoded_sites.get(key)
+                if site is None:
+                    self.take(item)
+                    self.shared.encoded_sites[key] = self.sites[-1]
+                else:
+                    self.sites.append(site)
+            case _:
+                self.take(item)
+
+    def take_shared(self, item: bytes) -> None:
+        """Add a group or stack as `take` does, from its bytes: most dumps have the same, and a group has all its
+        ranks."""
+        known = self.shared.items.get(item)
+        if known is None:
+            content = msgpack.unpackb(item, strict_map_key=False, unicode_errors="surrogatepass")
+            self.take(content)
+            self.shared.items[item] = self.groups[content[1]] if content[0] == "group" else self.stacks[-1]
+        elif isinstance(known, GroupProgress):
+            self.groups[known.group_name] = known
+        else:
+            self.stacks.append(known)
 
     def take(self, item: Any) -> None:
         """Add what `item` says, if it is no record."""
@@ -230,7 +312,7 @@ class _Reader:
             case ["site", str(name), ranks, str(operation), [*inputs], [*outputs], [*dtypes], peer_rank, stack, *more]:
                 group_ranks = self.groups[name].ranks if ranks is None else self._ranks(ranks)
                 # Without the stack's number, which differs between ranks.
-                key = (packed([*item[:8], *more]), id(group_ranks), id(_at(self.stacks, stack)))
+                key = (packed([*item[:8], *more]), id(group_ranks), id(at(self.stacks, stack)))
                 site = self.shared.sites.get(key)
                 if site is None:
                     shapes = tuple(map(as_ints, inputs)), tuple(map(as_ints, outputs))
@@ -238,7 +320,7 @@ class _Reader:
                     axis_name = self.groups[name].axis_name if name in self.groups else ""
                     called = (name, group_ranks, operation, *shapes, tuple(map(as_text, dtypes)), peer)
                     site = self.shared.sites[key] = CallSite(
-                        *called, _at(self.stacks, stack), axis_name, *more_of_site(more)
+                        *called, at(self.stacks, stack), axis_name, *more_of_site(more)
                     )
                 self.sites.append(site)
             case ["stack", [*frames]]:
@@ -254,34 +336,15 @@ class _Reader:
             case ["channel", str(name), str(operation), int(peer_rank), int(last_sequence)]:
                 self.channels.append(ChannelProgress(name, operation, peer_rank, last_sequence))
             case ["thread", str(name), bool(is_main), int(stack), *more]:
-                self.threads.append(ThreadStack(name, is_main, _at(self.stacks, stack), *map(as_text, more[:1])))
+                self.threads.append(ThreadStack(name, is_main, at(self.stacks, stack), *map(as_text, more[:1])))
             case ["failure", str(kind), str(message), int(stack)]:
-                self.failure = Failure(kind, message, _at(self.stacks, stack))
+                self.failure = Failure(kind, message, at(self.stacks, stack))
             case ["dump", dict(header)] if self.header is None:
                 self.header = checked_header(header)
             case [str(kind), *_] if kind not in _KINDS:
                 return
             case _:
-                self._take_replays(item)
-
-    def _take_replays(self, item: Any) -> None:
-        match item:
-            case ["graph", int(number), [*calls]]:
-                listed = (
-                    ListedCall(_at(self.sites, site), *_at(self.labels, label), as_int(part))
-                    for site, label, part in calls
-                )
-                self.graphs.append(StepGraphCalls(number, tuple(listed)))
-            case ["replay", graph, int(number), [*before], began_s, ended_s, device, not_come]:
-                end_s = None if ended_s is None else _finite(ended_s)
-                behind = None if not_come is None else as_ints(not_come)
-                its_graph, counts = _at(self.graphs, graph), as_ints(before)
-                for call in its_graph.calls:
-                    _at(counts, call.part)
-                fields = its_graph, number, counts, _finite(began_s), end_s, _device_times(device), behind
-                self.replays.append(Replay(*fields))
-            case _:
-                raise ValueError("an array that no dump has")
+                self.replays.take(item, self.sites, self.labels)
 
     def _ranks(self, ranks: Any) -> tuple[int, ...]:
         group_ranks = as_ints(ranks)
@@ -289,102 +352,38 @@ class _Reader:
 
     def finished(self, problem: str | None) -> Dump:
         """The dump, as far as it came. Raises FlightDumpError without a header."""
-        if self.header is None:
-            raise FlightDumpError("read_dump", problem or "has no header")
-        records = self.records()
+        records = self._records_singly()
         if len(records) < len(self.raw_records):
             problem = f"is damaged: {len(self.raw_records) - len(records)} of its records cannot be"
+        return self.dump(records, problem)
+
+    def dump(self, records: Records, problem: str | None) -> Dump:
+        """The dump with these records. Raises FlightDumpError without a header."""
+        if self.header is None:
+            raise FlightDumpError("read_dump", problem or "has no header")
         return Dump(
             **self.header,
             failure=self.failure,
             groups=tuple(self.groups.values()),
             channels=tuple(self.channels),
             threads=tuple(self.threads),
-            records=tuple(records),
-            replays=tuple(reversed(self.replays)),
+            records=records,
+            replays=self.replays.oldest_first(),
             problems=() if problem is None else (problem,),
         )
-
-
-def checked_header(header: dict[Any, Any]) -> dict[str, Any]:
-    """The header's fields for `Dump`. Raises FlightDumpError for a version that this reader does not know."""
-    version = as_int(header.get("version"))
-    if version > VERSION:
-        raise FlightDumpError("read_dump", f"has format version {version}; this disttrain-flight knows up to {VERSION}")
-    rank, world_size = as_int(header.get("rank")), as_int(header.get("world_size"))
-    if not 0 <= rank < world_size <= MAX_WORLD_SIZE:
-        raise ValueError("a rank outside its world")
-    versions, libraries = header.get("versions"), header.get("libraries")
-    if not isinstance(versions, dict) or not isinstance(libraries, list):
-        raise TypeError("versions or libraries of another type")
-    return {
-        "rank": rank,
-        "world_size": world_size,
-        "pid": as_int(header.get("pid")),
-        **{name: as_text(header.get(name)) for name in ("job", "host", "reason", "package")},
-        **{name: _finite(header.get(name)) for name in ("started_s", "dumped_s")},
-        **{
-            name: None if header.get(name) is None else _finite(header[name])
-            for name in ("clock_offset_s", "clock_error_s")
-        },
-        "device_is_busy": header["device_is_busy"] if isinstance(header.get("device_is_busy"), bool) else None,
-        "versions": {as_text(name): as_text(version) for name, version in versions.items()},
-        "libraries": tuple(map(as_text, libraries)),
-    }
-
-
-def _at(values: Sequence[T], index: Any) -> T:
-    if not 0 <= as_int(index) < len(values):
-        raise IndexError("a number of something that did not come before")
-    return values[as_int(index)]
-
-
-def as_text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError("not a text")
-    return value
 
 
 def _text_or_none(value: Any) -> str | None:
     return None if value is None else as_text(value)
 
 
-def as_int(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError("not a whole number")
-    return value
-
-
-def as_ints(values: Any) -> tuple[int, ...]:
-    if not isinstance(values, list) or not _INT_ONLY.issuperset(map(type, values)):
-        raise TypeError("not a list of whole numbers")
-    return tuple(values)
-
-
-def more_of_site(more: Sequence[Any]) -> tuple[str, Splits]:
-    """The reduction and the splits of a site, which early versions did not have. Raises TypeError."""
-    if len(more) < 2:
-        return "", ()
-    reduction, splits = more[:2]
-    return as_text(reduction), () if splits is None else tuple(map(as_ints, splits))
-
-
-def _all_device_times(values: Sequence[list[Any] | None]) -> list[DeviceTimes | None]:
-    """Decodes device times as `_device_times` does, but faster. Raises ValueError, TypeError."""
+def _checked_marks(values: Sequence[list[Any] | None]) -> Sequence[list[Any] | None]:
+    """The times of devices, if all are such as `device_times` takes. Raises ValueError, TypeError."""
     columns = list(zip(*filter(None, values), strict=True))
-    if len(columns) != _NUM_DEVICE_TIMES or not all(_TIMES_ONLY.issuperset(map(type, column)) for column in columns):
+    if (
+        len(columns) != _NUM_DEVICE_TIMES
+        or not all(_TIMES_ONLY.issuperset(map(type, column)) for column in columns)
+        or any(math.isnan(sum(filter(None, column))) for column in columns)
+    ):
         raise ValueError("not the times of a device")
-    return [_NEW_DEVICE_TIMES(value) if value else None for value in values]
-
-
-def _device_times(value: Any) -> DeviceTimes | None:
-    if value is None:
-        return None
-    came_s, left_s, waits_s, *_ = value
-    return DeviceTimes(*(None if time_s is None else _finite(time_s) for time_s in (came_s, left_s, waits_s)))
-
-
-def _finite(value: Any) -> float:
-    if not isinstance(value, float) or not math.isfinite(value):
-        raise ValueError("not a finite number")
-    return value
+    return [value or None for value in values]

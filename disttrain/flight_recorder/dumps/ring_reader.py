@@ -17,15 +17,9 @@ from typing import Any, Final, NamedTuple
 import msgpack
 
 from disttrain.errors import FlightDumpError
+from disttrain.flight_recorder.dumps.checked_values import as_int, as_ints, as_text, checked_header, more_of_site
 from disttrain.flight_recorder.dumps.dump import RING, Dump
-from disttrain.flight_recorder.dumps.reader import (
-    MAX_FILE_BYTES,
-    as_int,
-    as_ints,
-    as_text,
-    checked_header,
-    more_of_site,
-)
+from disttrain.flight_recorder.dumps.reader import MAX_FILE_BYTES
 from disttrain.flight_recorder.dumps.ring_replays import ListedParts
 from disttrain.flight_recorder.record import ring_layout as layout
 from disttrain.flight_recorder.record.record import (
@@ -40,6 +34,7 @@ from disttrain.flight_recorder.record.record import (
     ThreadStack,
 )
 from disttrain.flight_recorder.record.replays import Replay
+from disttrain.ranks import Ranks
 
 _WRONG: Final = (ValueError, TypeError, LookupError, OverflowError, struct.error, msgpack.exceptions.StackError)
 _MAX_STACKS_BYTES: Final = 1 << 20
@@ -203,7 +198,7 @@ class _Entries:
             case ["label", int(number), str(action), str(module)]:
                 self.labels[number] = (action, module)
             case ["group", str(name), [*ranks], str(axis_name), int(word)]:
-                self.groups[name] = GroupProgress(name, as_ints(ranks), 0, axis_name), word
+                self.groups[name] = GroupProgress(name, Ranks.from_plain(ranks).listed, 0, axis_name), word
             case ["channel", str(name), str(operation), int(peer_rank), int(word)]:
                 self.channels.append((ChannelProgress(name, operation, peer_rank, 0), word))
             case ["error", int(number), str(text)]:

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from disttrain.errors import FlightDumpError
+from disttrain.flight_recorder.dumps.checked_values import MAX_WORLD_SIZE
 from disttrain.flight_recorder.dumps.dump import Dump
-from disttrain.flight_recorder.dumps.reader import MAX_FILE_BYTES, MAX_WORLD_SIZE
+from disttrain.flight_recorder.dumps.reader import MAX_FILE_BYTES
 from disttrain.flight_recorder.record.record import (
     RECEIVE,
     SEND,

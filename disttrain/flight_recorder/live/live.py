@@ -16,7 +16,8 @@ from typing import Final
 
 from disttrain.errors import FlightDumpError
 from disttrain.flight_recorder.analysis.match import match
-from disttrain.flight_recorder.analysis.waits import Wait, find_waits
+from disttrain.flight_recorder.analysis.wait_graph import Wait
+from disttrain.flight_recorder.analysis.waits import find_waits
 from disttrain.flight_recorder.dumps.dump import Dump
 from disttrain.flight_recorder.dumps.expanding import expanded
 from disttrain.flight_recorder.dumps.ring_reader import read_ring

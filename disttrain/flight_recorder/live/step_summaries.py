@@ -66,7 +66,7 @@ class StepSummaries:
         self._told: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._store = PrefixStore("flight", world.store)
         self._threads = [self._started(self._tell)]
-        self._listening = self._store.clone() if world.rank == 0 else None
+        self._listening = self._store.listener() if world.rank == 0 else None
         if self._listening is not None:
             self._windows = Windows(world.world_size)
             self._threads.append(self._started(self._listen))

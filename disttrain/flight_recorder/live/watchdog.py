@@ -31,7 +31,7 @@ from disttrain.flight_recorder.record.recorder import FlightRecorder
 from disttrain.flight_recorder.record.ring_layout import STACKS_SUFFIX
 from disttrain.flight_recorder.record.symbols import PACKAGE
 from disttrain.process_group.joining.connecting import CONNECTING
-from disttrain.store.clock import ask_clock, serve_clock
+from disttrain.store.clock import SharedClock, own_boot, serve_clock
 from disttrain.store.responder import Responder
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Watchdog:
         self._num_stalls = 0
         self._keep_due_s = self._verdict_due_s = math.inf
         self._has_waited = False
-        self._knows_clock = False
+        self._clock: SharedClock | None = None
         self._wake = threading.Event()
         self._is_closing = False
         self._pid = os.getpid()
@@ -106,9 +106,11 @@ class Watchdog:
             except BaseException:
                 self._remove_stacks()
                 raise
+            clock_store = self._responder.store
             if world.rank == 0:
-                clock_store = self._responder.store
                 self._started(lambda: serve_clock(clock_store))
+            else:
+                self._clock = SharedClock(clock_store, world.rank, own_boot(), time.monotonic())
         self._thread = self._started(self._watch)
 
     def close(self) -> None:
@@ -156,10 +158,8 @@ class Watchdog:
 
     def _look(self, now_s: float) -> None:
         self._beat()
-        if self._responder is not None and self._recorder.world.rank and not self._knows_clock:
-            self._knows_clock = True
-            if (clock := ask_clock(self._responder.store)) is not None:
-                self._recorder.describe("clock", *clock)
+        if self._clock is not None and (offset := self._clock.look(now_s)) is not None:
+            self._recorder.describe("clock", *offset)
         for overdue in self._replay_limits.look(self._recorder.listings, now_s):
             self._dump(f"a replay of rank {self._recorder.world.rank} has not ended in time")
             end_overdue(*overdue)

@@ -149,7 +149,7 @@ class Descriptions:
                 *("site", next(self._next_number), group_name, operation),
                 *(tuple(tuple(tensor.shape) for tensor in tensors) for tensors in (inputs, outputs)),
                 tuple(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in inputs or outputs)),
-                None if peer_rank is None else group.ranks[peer_rank],
+                None if peer_rank is None else group.members[peer_rank],
                 self._stack(callers),
                 how if isinstance(how, str) else "",
                 how if isinstance(how, tuple) else None,
@@ -177,7 +177,7 @@ class Descriptions:
         if not self._ring.has_counters:
             self._forget()
         if name not in self._groups:
-            self._groups[name] = ("group", name, group.ranks, group.axis_name, self._ring.counter())
+            self._groups[name] = ("group", name, group.members.plain(), group.axis_name, self._ring.counter())
             self._ring.describe(*self._groups[name])
         if operation not in ("send", "recv"):
             return self._groups[name][4], None
@@ -185,7 +185,7 @@ class Descriptions:
             return layout.COUNTERS_AT // 8, None
         channel = self._channels.get((name, operation, peer_rank))
         if channel is None:
-            entry = ("channel", name, operation, group.ranks[peer_rank], self._ring.counter())
+            entry = ("channel", name, operation, group.members[peer_rank], self._ring.counter())
             channel = self._channels[name, operation, peer_rank] = (itertools.count(1), entry)
             self._ring.describe(*entry)
         return channel[1][4], channel[0]

@@ -38,7 +38,7 @@ class GraphProgress:
     def __init__(self, device: torch.device) -> None:
         # Plain tensors, which graphs of any mode may write to.
         with torch.inference_mode(False), torch.no_grad(), off_the_record():
-            index = torch.cuda.current_device() if device.index is None else device.index
+            index = torch.cuda.current_device() if device == torch.device("cuda") else device.index
             unused = _UNUSED.setdefault(index, [])
             self._memory = unused.pop() if unused else _Memory(torch.device("cuda", index))
             self._memory.clear()

@@ -15,6 +15,7 @@ import torch
 
 from disttrain.errors import DisttrainError
 from disttrain.flight_recorder.record.record import RECEIVE, SEND
+from disttrain.process_group.watching.replaying import ended_group
 
 if TYPE_CHECKING:
     from disttrain.flight_recorder.record.descriptions import Descriptions, Site
@@ -175,14 +176,10 @@ class Listing:
             self._progress.end_graph()
 
     def obstacle(self) -> str:
-        """Likewise: where a group is there no more, unless `begin` says why."""
-        for part in self.parts if self.failure is None else ():
-            name = part.group.group_name
-            if part.group.ended_by:
-                return f"group {name}, whose collectives are in it, has ended: {part.group.ended_by}"
-            if part.group.world.group_named(name) is not part.group or part.group not in part.group.world.groups:
-                return f"group {name}, whose collectives are in it, has been destroyed."
-        return ""
+        """Likewise: where a group has ended, unless `begin` says why."""
+        if self.failure is not None or not self.parts:
+            return ""
+        return ended_group(self.parts[0].group.world.groups)
 
     def begin(self, *, is_first: bool = False) -> None:
         """Likewise."""

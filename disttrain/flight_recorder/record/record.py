@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from typing import NamedTuple
 
 Shape = tuple[int, ...]
@@ -73,7 +74,7 @@ class CallSite:
         if self.group_name == "world":
             return self.group_name
         axis = f"axis {self.axis_name}, " if self.axis_name else ""
-        return f"{self.group_name} ({axis}{ranks_text(self.ranks)})"
+        return f"{self.group_name} ({axis}{_group_text(_Same(self.ranks))})"
 
     @property
     def title(self) -> str:
@@ -217,6 +218,24 @@ def ranks_text(ranks: Iterable[int]) -> str:
     parts = [_run_text(first, last) for first, last in runs]
     is_one = len(runs) == 1 and runs[0][0] == runs[0][1]
     return f"{'rank' if is_one else 'ranks'} {', '.join(parts) or 'none'}"
+
+
+class _Same:
+    """Ranks that are compared by identity, which takes no longer for more of them."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+
+    def __hash__(self) -> int:
+        return id(self.ranks)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.ranks is self.ranks
+
+
+@lru_cache(maxsize=64)
+def _group_text(same: _Same) -> str:
+    return ranks_text(same.ranks)
 
 
 def _run_text(first: int, last: int) -> str:

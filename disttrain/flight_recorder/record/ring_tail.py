@@ -9,6 +9,7 @@ from disttrain.flight_recorder.live.step_tally import Ended
 from disttrain.flight_recorder.record import ring_layout as layout
 from disttrain.flight_recorder.record.descriptions import MAX_SITES
 from disttrain.flight_recorder.record.recorder import FlightRecorder
+from disttrain.ranks import Ranks
 
 _SLOT_BYTES: Final = layout.SLOT.size
 _unpack: Final = layout.SLOT.unpack_from
@@ -60,5 +61,5 @@ class RingTail:
         # A mesh may have been made of a group that was used before, when the ring described it.
         group = None if axis_name else self._recorder.world.group_named(name)
         axis_name = axis_name if group is None else group.axis_name
-        self._called[site] = called = (name, axis_name, operation) if len(ranks) > 1 else None
+        self._called[site] = called = (name, axis_name, operation) if len(Ranks.from_plain(ranks)) > 1 else None
         return called

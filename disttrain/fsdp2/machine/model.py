@@ -91,7 +91,7 @@ class Model:
         is_needed = is_needed or (bool(unit.to_run) and not has_failed) or is_begun
         if not is_needed and not grad_will_come:
             yield from reshard(unit)
-        elif not is_needed and _frees_after_forward(unit):
+        elif not is_needed and unit.frees_after_forward:
             yield from reshard(unit, _ranks_after_forward(unit))
         if ends_iteration and not grad_will_come:
             yield do.FinishUpload()
@@ -215,11 +215,6 @@ def _ahead(chosen: Sequence[Unit] | None, learnt: Unit | None) -> Sequence[Unit]
     """Returns the units to gather ahead: those that the user has chosen, else the one that came next in the last
     iteration."""
     return chosen if chosen is not None else () if learnt is None else (learnt,)
-
-
-def _frees_after_forward(unit: Unit) -> bool:
-    # The root's backward comes right after its forward: freeing in between would only gather twice.
-    return not unit.is_root if unit.reshard_after_forward is None else unit.reshard_after_forward is not False
 
 
 def _ranks_after_forward(unit: Unit) -> int | None:

@@ -57,6 +57,12 @@ class Unit:
         self.to_run: set[Hashable] = set()
         """Of several modules those that have not run since the first of them did."""
 
+    @property
+    def frees_after_forward(self) -> bool:
+        """True where what was gathered for forward is gathered again for backward."""
+        # The root's backward comes right after its forward: freeing in between would only gather twice.
+        return not self.is_root if self.reshard_after_forward is None else self.reshard_after_forward is not False
+
     def __getstate__(self) -> dict[str, object]:
         """The state of a deep copy: a module that has not run yet."""
         copied = Unit.__new__(Unit)

@@ -11,7 +11,14 @@ of `outputs` and maybe other inner tensors; their memory is freed and comes agai
 is what the first call made, only the rest of it is to be updated.
 
 Instead of the parameter a module may have them: `module.fsdp_gather_hooks(name)` gives None, or an object with these
-methods, which take the shard first. Then shards are plain tensors.
+methods, which take the shard first. Then shards are plain tensors. Where all of a group's objects are of one class that
+has it, its method
+
+    fsdp_pre_all_gather_together(hooks, shards, mesh, outer_sizes) -> (kinds, metadata, write)
+
+is asked in place of the first: of each shard the shapes and dtypes of its inputs, with padding, and its metadata.
+`write(sent, starts)` writes them all into `sent`, a buffer of bytes, each input from its byte in `starts` on. A gather
+within backward sends what was written for the one before again, where shards have not been written to since.
 """
 
 from __future__ import annotations
@@ -19,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -29,12 +36,13 @@ from disttrain.dtensor import DTensor
 from disttrain.dtensor.local_part import local_part
 from disttrain.dtensor.spec.shard_sizes import contiguous_strides
 from disttrain.errors import ShardingError
+from disttrain.fsdp2._torch import backward_is_running, values_of, versions_of
 from disttrain.fsdp2.faults.checks import common_dtype, refuse_device
+from disttrain.fsdp2.machine.unit import Unit
+from disttrain.fsdp2.params.packing import Kind, Unpacking, packed, packing_of
 from disttrain.fsdp2.params.param import Owner, ShardedParam, versions
 from disttrain.fsdp2.params.param_group import ParamGroup
 from disttrain.fsdp2.params.unsharded import UnshardedParams, wrapped
-from disttrain.fsdp2.transfers.collectives import as_bytes
-from disttrain.fsdp2.transfers.forms import ALIGNMENT_BYTES
 
 
 def has_gather_hooks(fqn: str, parameter: torch.Tensor, owners: Sequence[Owner], dim: int, rank: int) -> bool:
@@ -63,17 +71,21 @@ def _hooks_of_module(owners: Sequence[Owner]) -> Any:
 
 @dataclass(frozen=True)
 class _Given:
-    """Tensors that a shard gives to be gathered: `inputs`, each of one size on every rank. `make` is what comes
-    after."""
+    """Tells the inputs that are gathered of a shard, each of one size on every rank. `make` is what comes after."""
 
     param: ShardedParam
     make: Callable[..., Any]
-    inputs: tuple[torch.Tensor, ...]
+    kinds: tuple[Kind, ...]
     metadata: Any
 
-    @property
-    def kinds(self) -> list[tuple[torch.Size, torch.dtype]]:
-        return [(tensor.shape, tensor.dtype) for tensor in self.inputs]
+
+@dataclass(frozen=True)
+class _Sent:
+    """Bytes that were made of shards whose values were `of`."""
+
+    given: Sequence[_Given]
+    memory: torch.Tensor
+    of: tuple[int, ...]
 
 
 class ExtensionGroup(ParamGroup):
@@ -82,9 +94,11 @@ class ExtensionGroup(ParamGroup):
     keeps_part = False
     _given: Sequence[_Given] = ()
     _sent_numel = 0
+    _sent: _Sent | None = None
+    """Bytes for the gather in backward, while that is to come."""
 
     def __getstate__(self) -> dict[str, object]:
-        return {**super().__getstate__(), "_given": ()}
+        return {**super().__getstate__(), "_given": (), "_sent": None}
 
     def lay_out(self) -> None:
         """Give each shard memory of its own, on the device where shards are kept."""
@@ -123,26 +137,61 @@ class ExtensionGroup(ParamGroup):
             if device.type == "meta" or device not in (self.device, self._shard_device(param.sharded)):
                 refuse_device(self.params[0], device, self.device, self.sharding.mesh.get_rank())
         self.gathered = versions(self.params, None)
+        has_backward = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.no_grad():
-            self._given = [self._give(param) for param in self.params]
-            sent = torch.cat([as_bytes(tensor) for shard in self._given for tensor in shard.inputs])
+            self._given, sent = self._made(has_backward)
         self._sent_numel = sent.numel()
         return sent
+
+    def drop_cast(self) -> None:
+        super().drop_cast()
+        self._sent = None
 
     def given_bytes(self) -> int:
         """Counts what each rank sends, as far as its methods say without values; they see a shard without memory."""
         with torch.no_grad():
             shards = (torch.empty_like(local_part(param.sharded), device="meta") for param in self.params)
-            inputs = [self._give_of(param, shard) for param, shard in zip(self.params, shards, strict=True)]
-        return sum(as_bytes(tensor).numel() for parts in inputs for tensor in parts.inputs)
+            inputs = [self._give(param, shard)[0] for param, shard in zip(self.params, shards, strict=True)]
+        return packing_of(_kinds(inputs)).num_bytes
 
-    def _give(self, param: ShardedParam) -> _Given:
-        local = local_part(param.sharded)
-        if local.device != self.device:
-            local = local.to(self.device, non_blocking=True)
-        return self._give_of(param, local)
+    def _made(self, has_backward: bool) -> tuple[Sequence[_Given], torch.Tensor]:
+        """Makes what is gathered, or takes what was made for forward in a backward."""
+        earlier, self._sent = self._sent, None
+        locals_ = [local_part(param.sharded) for param in self.params]
+        hooks = [_hooks_of_module(param.owners) for param in self.params]
+        if not hasattr(hooks[0], "fsdp_pre_all_gather_together") or len({type(each) for each in hooks}) > 1:
+            pairs = [self._give(param, self._brought(local)) for param, local in zip(self.params, locals_, strict=True)]
+            each = [pair[0] for pair in pairs]
+            return each, packed([*chain.from_iterable(pair[1] for pair in pairs)], packing_of(_kinds(each)))
+        # Only for a backward: nobody counts what a kernel, a collective or a graph that is replayed writes.
+        is_within_backward = backward_is_running()
+        values = *versions_of([param.sharded for param in self.params]), *values_of(locals_)
+        if is_within_backward and earlier is not None and earlier.of == values:
+            return earlier.given, earlier.memory
+        given, sent = self._give_together(hooks, [*map(self._brought, locals_)])
+        unit = self.state.unit
+        if has_backward and not is_within_backward and isinstance(unit, Unit) and unit.frees_after_forward:
+            self._sent = _Sent(given, sent, values)
+        return given, sent
 
-    def _give_of(self, param: ShardedParam, local: Any) -> _Given:
+    def _brought(self, local: torch.Tensor) -> torch.Tensor:
+        return local if local.device == self.device else local.to(self.device, non_blocking=True)
+
+    def _give_together(
+        self, hooks: Sequence[Any], shards: Sequence[torch.Tensor]
+    ) -> tuple[Sequence[_Given], torch.Tensor]:
+        sizes = [torch.Size(param.shape) for param in self.params]
+        kinds, metadata, write = hooks[0].fsdp_pre_all_gather_together(hooks, shards, self.sharding.shard_mesh, sizes)
+        given = [
+            _Given(param, partial(hook.fsdp_post_all_gather, shard), *each)
+            for param, hook, shard, *each in zip(self.params, hooks, shards, kinds, metadata, strict=True)
+        ]
+        packing = packing_of(_kinds(given))
+        sent = torch.empty(packing.num_bytes, dtype=torch.uint8, device=self.device)
+        write(sent, packing.starts)
+        return given, sent
+
+    def _give(self, param: ShardedParam, local: Any) -> tuple[_Given, tuple[torch.Tensor, ...]]:
         hooks = _hooks_of_module(param.owners)
         before, after = (
             (local.fsdp_pre_all_gather, local.fsdp_post_all_gather)
@@ -157,7 +206,8 @@ class ExtensionGroup(ParamGroup):
             self._policy,
         )
         num_rows = -(-param.shape[0] // self.sharding.num_shards)
-        return _Given(param, after, tuple(_padded(tensor, local.shape, num_rows) for tensor in inputs), metadata)
+        inputs = tuple(_padded(tensor, local.shape, num_rows) for tensor in inputs)
+        return _Given(param, after, tuple((tensor.shape, tensor.dtype) for tensor in inputs), metadata), inputs
 
     def allocated(self) -> _GatheredParts:
         unsharded = self._unsharded
@@ -182,13 +232,10 @@ class _GatheredParts(UnshardedParams):
         self.parameters: list[nn.Parameter] = []
         self.given = given
         self._kinds = [shard.kinds for shard in given]
-        self._num_shards = num_shards
-        with torch.inference_mode(False):
-            self._outputs = [
-                [torch.empty(_gathered_shape(t.shape, num_shards), dtype=t.dtype, device=device) for t in shard.inputs]
-                for shard in given
-            ]
-        storages = [tensor.untyped_storage() for tensor in chain(*self._outputs)]
+        self._unpacking = Unpacking(_kinds(given), num_shards, device)
+        outputs = iter(self._unpacking.tensors)
+        self._outputs = [tuple(islice(outputs, len(kinds))) for kinds in self._kinds]
+        storages = [tensor.untyped_storage() for tensor in self._unpacking.tensors]
         self._memory = [(storage, storage.nbytes()) for storage in storages]
 
     def fits(self, given: Sequence[_Given], dtype: torch.dtype, device: torch.device) -> bool:
@@ -204,21 +251,15 @@ class _GatheredParts(UnshardedParams):
             storage.resize_(0)
 
     def write(self, gathered: torch.Tensor, are_written: Sequence[bool] | None = None) -> None:
-        start = 0
-        for output in chain(*self._outputs):
-            num_bytes = output.numel() * output.itemsize // self._num_shards
-            rows = gathered.narrow(1, start, num_bytes).view(output.dtype)
-            # `.data` keeps the version: the memory that autograd has saved will have the same values again.
-            output.data.view(self._num_shards, -1).copy_(rows)
-            start += -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._unpacking.fill(gathered)
         is_first = not self.parameters
         for index, (shard, outputs) in enumerate(zip(self.given, self._outputs, strict=True)):
             if is_first:
-                self._make(shard, tuple(outputs))
+                self._make(shard, outputs)
             else:
                 made: torch.Tensor = self.parameters[index]
                 made = made._local_tensor if isinstance(made, DTensor) else made
-                shard.make(tuple(outputs), shard.metadata, self.dtype, out=made)
+                shard.make(outputs, shard.metadata, self.dtype, out=made)
         self.given = ()
 
     def _make(self, shard: _Given, outputs: tuple[torch.Tensor, ...]) -> None:
@@ -237,8 +278,8 @@ class _GatheredParts(UnshardedParams):
         self.parameters.append(param.unsharded)
 
 
-def _gathered_shape(shape: torch.Size, num_shards: int) -> tuple[int, ...]:
-    return (num_shards * shape[0], *shape[1:]) if shape else (num_shards,)
+def _kinds(given: Sequence[_Given]) -> tuple[Kind, ...]:
+    return tuple(chain.from_iterable(shard.kinds for shard in given))
 
 
 def _padded(tensor: torch.Tensor, shard_shape: torch.Size, num_rows: int) -> torch.Tensor:

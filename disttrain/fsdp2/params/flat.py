@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from disttrain.dtensor.spec.shard_sizes import piece_size
+from disttrain.pieces import piece_size
 
 
 @dataclass(frozen=True)

@@ -282,6 +282,10 @@ class ParamGroup:
         base = base_of(tensor)
         return any(param.unsharded is base for param in self.params)
 
+    def drop_cast(self) -> None:
+        """Forget shards in the dtype that is gathered, which were cast for gathers that have been."""
+        self.cast_shards = None
+
     def drop_grads(self) -> None:
         """Forget unsharded gradients that have not been reduced, and those not reduced over the replicas."""
         self.unreduced.clear()

@@ -48,7 +48,7 @@ class Sharding:
     @cached_property
     def shard_mesh(self) -> DeviceMesh:
         """These ranks."""
-        return self.mesh if self.mesh.ndim == 1 else DeviceMesh(self.mesh.device_type, list(self.shard_group.ranks))
+        return self.mesh if self.mesh.ndim == 1 else DeviceMesh(self.mesh.device_type, self.shard_group.members)
 
     @cached_property
     def replicate_group(self) -> ProcessGroup | None:
@@ -58,7 +58,7 @@ class Sharding:
     def group_after_forward(self, num_ranks: int) -> ProcessGroup:
         """The `num_ranks` neighbours of this rank that together keep a parameter between forward and backward."""
         first = self.shard_rank // num_ranks * num_ranks
-        group = self.mesh.world.shared_group(self.shard_group.ranks[first : first + num_ranks])
+        group = self.mesh.world.shared_group(self.shard_group.members[first : first + num_ranks])
         group.axis_name = group.axis_name or self.shard_group.axis_name
         return group
 

@@ -59,7 +59,7 @@ def start_gather(
 
     Each of `shards` is what this rank has of one group of parameters. One that is alone may be the flat buffers of
     several of the `num_shards` shards, one after the other, of which every rank of `group` has as many then. Buffers of
-    several dtypes are gathered as bytes.
+    several dtypes are gathered as bytes. A rank alone sends nothing: its cast shards are the output.
     """
     # Whatever has written to the shards, such as an optimizer, has done so on the current stream.
     written = streams.mark() if ready is None else ready
@@ -67,6 +67,8 @@ def start_gather(
         streams.follow(written)
         cast = [_brought(shard, dtype, device) for shard, dtype in zip(shards, dtypes, strict=True)]
         sent = _as_one(cast)
+        if group.size() == 1:
+            return Gather(shards, sent.view(num_shards, -1), None, streams.mark())
         output = sent.new_empty((num_shards, sent.numel() * group.size() // num_shards))
         # On CUDA a collective that is not asynchronous runs on the current stream, here the all-gather stream.
         work = all_gather_into_tensor(output, sent, group=group, async_op=not streams.is_cuda)
@@ -105,7 +107,9 @@ def start_gather_in_place(
         pairs = [pair for pair in pairs if pair[1].numel()]
         outputs, inputs = [output for output, _ in pairs], [part for _, part in pairs]
         work = None
-        if pairs:
+        if group.size() == 1:
+            copy_all([output.view(-1) for output in outputs], inputs)
+        elif pairs:
             work = all_gather_into_tensor_coalesced(outputs, inputs, group=group, async_op=not streams.is_cuda)
         # The cast copies belong to the all-gather stream, which could reuse them while a transport still reads them.
         return Gather((shard,) if streams.is_cuda else (shard, *inputs), output, work, streams.mark())
@@ -274,7 +278,7 @@ def start_reduction(
     """Average unsharded gradients over the ranks, scatter them as flat shards, on their stream. Collective.
 
     `unreduced` are flat shards of earlier backward passes, which are still to be averaged over the replicas. Where no
-    gradient has elements, nothing is done.
+    gradient has elements, nothing is done. A rank alone sends nothing: its packed gradients are the sums.
     """
     if plan.shard_numel == 0:
         return Reduction(grads[0].new_empty(0, dtype=dtype), ())
@@ -285,9 +289,13 @@ def start_reduction(
     copied_in = streams.mark()
     with streams.reducing():
         streams.follow(copied_in)
-        output = packed[0].new_empty(plan.shard_numel)
-        pairs = [pair for pair in zip(output.split(numels), packed, strict=True) if pair[1].numel()]
-        work = _start_reduce_scatter(pairs, reduction, async_op=not streams.is_cuda)
+        work = None
+        if reduction.group.size() == 1:
+            output = packed[0].view(-1) if not reduction.num_in_place else torch.cat([each.view(-1) for each in packed])
+        else:
+            output = packed[0].new_empty(plan.shard_numel)
+            pairs = [pair for pair in zip(output.split(numels), packed, strict=True) if pair[1].numel()]
+            work = _start_reduce_scatter(pairs, reduction, async_op=not streams.is_cuda)
         scattered = streams.mark()
     if not streams.is_cuda:
         return Reduction(

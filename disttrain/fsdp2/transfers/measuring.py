@@ -11,6 +11,7 @@ import torch
 from disttrain.fsdp2.transfers.forms import TransferCost
 from disttrain.process_group import ProcessGroup, ReduceOp, all_gather_into_tensor, all_reduce, broadcast
 from disttrain.process_group.joining.hosts import leaves_host
+from disttrain.ranks import Ranks
 
 if TYPE_CHECKING:
     from disttrain.fsdp2.params.sharding import Sharding
@@ -35,8 +36,8 @@ def costs_of(sharding: Sharding, device: torch.device) -> Costs:
     group = sharding.replicate_group
     if group is None:
         return shard_cost, None
-    known_costs: dict[tuple[int, ...], Costs] = group.costs_of_mesh
-    shards = tuple(sharding.shard_group.ranks)
+    known_costs: dict[Ranks, Costs] = group.costs_of_mesh
+    shards = sharding.shard_group.members
     if shards not in known_costs:
         known_costs[shards] = _agreed(sharding, (shard_cost, cost_over(group, device)), device)
     return known_costs[shards]

@@ -160,7 +160,7 @@ def carry_out(plan: TransferPlan) -> list[Bundle]:
         group.in_place, group.state.bundle = in_place, None
         world = group.sharding.mesh.world
         shards = group.sharding.shard_group
-        group.reduced_apart = world.shared_group(shards.ranks, "reductions") if group in plan.apart else None
+        group.reduced_apart = world.shared_group(shards.members, "reductions") if group in plan.apart else None
         if group.reduced_apart is not None:
             group.reduced_apart.axis_name = shards.axis_name
     groups = {group: group.state for group in plan.in_place}

@@ -20,11 +20,11 @@ from typing import Final, NamedTuple
 import torch
 
 from disttrain.kernels._torch import as_constant, is_within_a_graph
+from disttrain.kernels.agreement import agreed
 from disttrain.kernels.attention.plan import Call, Machine, candidates
 from disttrain.kernels.attention.rules import Rule, name_of
 from disttrain.kernels.attention.runs import RUNS
 from disttrain.kernels.choice import has_triton
-from disttrain.process_group.current import current_world, has_world
 from disttrain.settings import KERNELS
 
 NUM_ROUNDS: Final = 5
@@ -106,8 +106,8 @@ def chosen(call: Call, tensors: Tensors, rule: Rule | None, scale: float | None)
     if not seconds:
         return names[0]  # which will say what is wrong
     best = min(seconds, key=lambda name: seconds[name])
-    agreed = _agreed(f"{kind} {tuple(call)}", best)
-    choice = AttentionChoice(call, kind, agreed if agreed in seconds else best, tuple(seconds.items()))
+    first = agreed(f"attention/{kind} {tuple(call)}", best)
+    choice = AttentionChoice(call, kind, first if first in seconds else best, tuple(seconds.items()))
     _CHOICES.add(choice)
     return choice.name
 
@@ -153,16 +153,6 @@ def _seconds(name: str, leaves: list[torch.Tensor], rule: Rule | None, scale: fl
 def _may_measure(tensors: Tensors) -> bool:
     is_plain = all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in tensors)
     return is_plain and tensors[0].is_cuda and not is_within_a_graph() and not torch.cuda.is_current_stream_capturing()
-
-
-def _agreed(shape: str, local: str) -> str:
-    """The choice of the first rank for this shape."""
-    if not has_world():
-        return local
-    world = current_world()
-    if world.world_size == 1:
-        return local
-    return world.store.compare_set(f"attention/{shape}", b"", local.encode()).decode()
 
 
 @as_constant

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 
 from disttrain.dtensor import DTensor, Partial, Placement, Replicate
-from disttrain.dtensor.spec.shard_sizes import piece
 from disttrain.errors import LayoutError
 from disttrain.kernels.attention.operator import NAME, attention, check_fits
 from disttrain.kernels.attention.rules import Rule
 from disttrain.mesh import DeviceMesh
+from disttrain.pieces import piece
 
 
 def attention_of_dtensors(

@@ -13,13 +13,13 @@ import torch
 
 from disttrain.dtensor._torch import as_one_call
 from disttrain.dtensor.redistribute.transfers import all_reduce
-from disttrain.dtensor.spec.shard_sizes import piece_size
 from disttrain.kernels.choice import wide_dtype
 from disttrain.kernels.copies.operator import copy_all
 from disttrain.kernels.cross_entropy.linear_loss import Goal, Layer, Sums, Wanted, add_gradients, losses_of
 from disttrain.kernels.cross_entropy.pieces import LossTerms
 from disttrain.kernels.cross_entropy.plan import Blocks, plan_blocks
 from disttrain.kernels.operators import define
+from disttrain.pieces import piece_size
 from disttrain.process_group.current import current_world
 from disttrain.process_group.functional.order import run
 

@@ -8,13 +8,13 @@ import torch
 
 from disttrain.autocast import is_within_autocast
 from disttrain.dtensor import DTensor
-from disttrain.dtensor.spec.shard_sizes import piece
 from disttrain.errors import DisttrainError, GroupError, ShapeError
 from disttrain.kernels.choice import wide_dtype
 from disttrain.kernels.cross_entropy.graph import NAME, losses_of_rows, summed_loss
 from disttrain.kernels.cross_entropy.pieces import LossTerms, weights_of
 from disttrain.kernels.cross_entropy.plan import BLOCK_BYTES
 from disttrain.mesh import DeviceMesh
+from disttrain.pieces import piece
 from disttrain.process_group import ProcessGroup
 from disttrain.process_group._c10d import is_traced
 from disttrain.process_group.functional.functions import group_of

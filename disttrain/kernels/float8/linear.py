@@ -148,6 +148,9 @@ def _factor(
         return cast(weight, WEIGHT_DTYPE, by_rows=by_rows, wants_columns=wants_columns)
     if by_rows:
         return Cast(codes, scales[: len(codes)], codes, scales)
+    if scales.numel() == 1:
+        # One scale already, and bringing the codes to it would leave them as they are.
+        return Cast(codes, scales, codes, scales)
     return cast(
         codes, WEIGHT_DTYPE, by_rows=False, wants_columns=False, in_scales=scales, rows_per_scale=rows_per_scale
     )

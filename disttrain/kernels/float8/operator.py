@@ -79,7 +79,7 @@ def _cast(
 ) -> tuple[torch.Tensor, ...]:
     # Of what is float8 already, the scales say where it lies.
     told_by = x if in_scales is None or not x.numel() else in_scales
-    kernels = choose("float8_cast", told_by, _obstacle(told_by), float8_reference, _load)
+    kernels = choose("float8_cast", told_by, obstacle(told_by), float8_reference, _load)
     results: tuple[torch.Tensor, ...] = kernels.cast(
         x.contiguous(), in_scales, rows_per_scale, dtype, by_rows, wants_rows, wants_columns
     )
@@ -108,12 +108,13 @@ def _cast_shapes(
 def _multiply(
     a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor, dtype: torch.dtype, is_fast: bool
 ) -> torch.Tensor:
-    if not a.is_cuda or KERNELS.read() == "reference" or _obstacle(a) or not a.numel() or not b.numel():
+    if not a.is_cuda or KERNELS.read() == "reference" or obstacle(a) or not a.numel() or not b.numel():
         return float8_reference.multiply(a, a_scales, b, b_scales, dtype, is_fast)
     return scaled_mm(a, a_scales, b, b_scales, dtype, is_fast)
 
 
-def _obstacle(tensor: torch.Tensor) -> str:
+def obstacle(tensor: torch.Tensor) -> str:
+    """Why kernels can't serve on the tensor's device, a whole sentence; empty where they can."""
     return _obstacle_on(tensor.device) if tensor.is_cuda else ""
 
 

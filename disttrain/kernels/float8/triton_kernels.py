@@ -32,7 +32,7 @@ _INFINITE: Final = tl.constexpr(INFINITE)
 
 
 @triton.jit
-def _magnitude(values):
+def magnitude(values):
     return values.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -42,7 +42,7 @@ def _amax(x, bits, num_elements, num_programs, BLOCK: tl.constexpr):
     for begin in range(tl.program_id(0).to(tl.int64) * BLOCK, num_elements, num_programs * BLOCK):
         offsets = begin + tl.arange(0, BLOCK)
         values = tl.load(x + offsets, mask=offsets < num_elements, other=0.0)
-        largest = tl.maximum(largest, _magnitude(values))
+        largest = tl.maximum(largest, magnitude(values))
     tl.atomic_max(bits, tl.max(largest, 0))
 
 
@@ -78,7 +78,7 @@ def _amaxes(
     rows, columns, is_row, is_column, _, values = _tile(
         x, in_scales, num_rows, num_columns, rows_per_scale, HAS_SCALES, ROWS, COLUMNS
     )
-    magnitudes = _magnitude(values)
+    magnitudes = magnitude(values)
     if WANTS_ROWS:
         tl.atomic_max(row_bits + rows, tl.max(magnitudes, 1), mask=is_row)
     if WANTS_COLUMNS:
@@ -86,7 +86,7 @@ def _amaxes(
 
 
 @triton.jit
-def _scale_of(bits, LARGEST: tl.constexpr):
+def scale_of(bits, LARGEST: tl.constexpr):
     """A scale, and what to multiply by instead of dividing by it."""
     exponent = tl.maximum(((bits + _ROUNDS_UP) >> 23) - LARGEST, 1)
     scale = tl.where(bits < _INFINITE, exponent << 23, bits).to(tl.float32, bitcast=True)
@@ -120,12 +120,12 @@ def _cast(
     )
     if WANTS_ROWS:
         if HAS_ONE_SCALE:
-            scale, factor = _scale_of(tl.load(row_bits), LARGEST)
+            scale, factor = scale_of(tl.load(row_bits), LARGEST)
             if tl.program_id(0) == 0:
                 tl.store(row_scales, scale)
             scaled = values * factor
         else:
-            scale, factor = _scale_of(tl.load(row_bits + rows, mask=is_row, other=0), LARGEST)
+            scale, factor = scale_of(tl.load(row_bits + rows, mask=is_row, other=0), LARGEST)
             if tl.program_id(0) % tl.cdiv(num_columns, COLUMNS) == 0:
                 tl.store(row_scales + rows, scale, mask=is_row)
             scaled = values * factor[:, None]
@@ -133,12 +133,12 @@ def _cast(
         tl.store(by_rows + offsets, scaled.to(by_rows.dtype.element_ty), mask=mask)
     if WANTS_COLUMNS:
         if HAS_ONE_SCALE:
-            scale, factor = _scale_of(tl.load(column_bits), LARGEST)
+            scale, factor = scale_of(tl.load(column_bits), LARGEST)
             if tl.program_id(0) == 0:
                 tl.store(column_scales, scale)
             scaled = values * factor
         else:
-            scale, factor = _scale_of(tl.load(column_bits + columns, mask=is_column, other=0), LARGEST)
+            scale, factor = scale_of(tl.load(column_bits + columns, mask=is_column, other=0), LARGEST)
             if tl.program_id(0) < tl.cdiv(num_columns, COLUMNS):
                 tl.store(column_scales + columns, scale, mask=is_column)
             scaled = values * factor[None, :]

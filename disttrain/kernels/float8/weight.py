@@ -7,6 +7,7 @@ rounding again, except values that are too small for the format then.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Self
 
 import torch
@@ -14,6 +15,9 @@ import torch
 from disttrain.errors import LayoutError
 from disttrain.kernels._torch import make_wrapper, map_tensors, without_torch_function
 from disttrain.kernels.float8.operator import cast
+from disttrain.kernels.float8.shards import cast_shards
+from disttrain.kernels.float8.shards_reference import Shard
+from disttrain.process_group._torch import dispatches
 
 WEIGHT_DTYPE: Final = torch.float8_e4m3fn
 
@@ -21,6 +25,7 @@ _SAME: Final = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, tor
 """Operators that return the weight itself; a view where it has the same shape."""
 
 
+@dispatches
 class Float8Weight(torch.Tensor):
     """`codes` (N, K) in float8 with `scales`, each for `rows_per_scale` rows; to others a matrix of `dtype`.
 
@@ -89,6 +94,41 @@ class Float8Gather:
         if self.by_rows and len(scales) < num_rows:
             scales = torch.nn.functional.pad(scales, (0, num_rows - len(scales)), value=1.0)
         return (shard_cast.rows, scales), (1 if self.by_rows else num_rows, outer_size[0])
+
+    def fsdp_pre_all_gather_together(
+        self,
+        hooks: Sequence[Float8Gather],
+        shards: Sequence[torch.Tensor],
+        mesh: Any,
+        outer_sizes: Sequence[torch.Size],
+    ) -> tuple[Sequence[Any], Sequence[Any], Callable[..., None]]:
+        """The same of all weights of a group, cast by two launches right into what is sent."""
+        rows = [-(-size[0] // mesh.size()) for size in outer_sizes]
+        each = [*zip(hooks, shards, rows, strict=True)]
+        kinds = [
+            (
+                (torch.Size((num_rows, shard.shape[1])), WEIGHT_DTYPE),
+                (torch.Size((num_rows if hook.by_rows else 1,)), torch.float32),
+            )
+            for hook, shard, num_rows in each
+        ]
+        metadata = [
+            (1 if hook.by_rows else num_rows, size[0])
+            for (hook, _, num_rows), size in zip(each, outer_sizes, strict=True)
+        ]
+
+        def write(sent: torch.Tensor, starts: Sequence[int]) -> None:
+            for by_rows in {hook.by_rows for hook in hooks}:
+                chosen = [
+                    Shard(shard, num_rows, codes_start, scales_start)
+                    for (hook, shard, num_rows), codes_start, scales_start in zip(
+                        each, starts[::2], starts[1::2], strict=True
+                    )
+                    if hook.by_rows == by_rows
+                ]
+                cast_shards(chosen, sent, WEIGHT_DTYPE, by_rows=by_rows)
+
+        return kinds, metadata, write
 
     def fsdp_post_all_gather(
         self,

@@ -52,16 +52,19 @@ def _load() -> Any:
     return glu_triton
 
 
+def _kernels(gate: torch.Tensor) -> Any:
+    return choose("glu", gate, "", glu_reference, _load, is_fused_when_traced=True)
+
+
 def _glu(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    result: torch.Tensor = choose("glu", gate, "", glu_reference, _load).forward(*_rows(gate, up), activation)
+    result: torch.Tensor = _kernels(gate).forward(*_rows(gate, up), activation)
     return reshaped(result, gate.shape)
 
 
 def _glu_backward(
     grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    kernels = choose("glu", gate, "", glu_reference, _load)
-    grad_gate, grad_up = kernels.backward(*_rows(grad, gate, up), activation)
+    grad_gate, grad_up = _kernels(gate).backward(*_rows(grad, gate, up), activation)
     return reshaped(grad_gate, gate.shape), reshaped(grad_up, gate.shape)
 
 

@@ -96,7 +96,7 @@ def _load() -> Any:
 
 def _kernels(x: torch.Tensor) -> Any:
     obstacle = f"a row has {x.shape[-1]} elements, of which at most {LARGEST_ROW} fit." * (x.shape[-1] > LARGEST_ROW)
-    return choose("norm", x, obstacle, norms_reference, _load)
+    return choose("norm", x, obstacle, norms_reference, _load, is_fused_when_traced=True)
 
 
 def _num_statistics(is_centered: bool) -> int:

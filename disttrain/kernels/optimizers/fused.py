@@ -15,9 +15,10 @@ import torch
 from torch.optim import Optimizer
 
 from disttrain.dtensor import DTensor, Replicate
+from disttrain.dtensor.local_part import local_part
 from disttrain.dtensor.views.view_copy import count_writes
 from disttrain.errors import BackendError, ShapeError
-from disttrain.kernels._torch import version_of
+from disttrain.kernels._torch import count_up, version_of
 from disttrain.kernels.choice import choose, wide_dtype
 from disttrain.kernels.optimizers import reference as optimizer_reference
 from disttrain.kernels.optimizers.recorded import Launch, RecordedStep
@@ -119,17 +120,19 @@ class FusedOptimizer(Optimizer):
         recording: Recording | None,
     ) -> list[tuple[Launch, list[Piece]]]:
         """The group's launches, whose steps are counted hereby. `number` gives each parameter of all groups another."""
+        counted: list[tuple[torch.Tensor, dict[str, Any], int]] = []
+        for parameter, index in zip(group["params"], number, strict=False):
+            if parameter.grad is not None:
+                if recording is not None:
+                    self._check_is_complete(parameter, group)
+                counted.append((parameter, self.begin_step(parameter, group), index))
+        steps = count_up([state["step"] for _, state, _ in counted])
+        names = self._names(group)
         at_step: defaultdict[Any, list[torch.Tensor]] = defaultdict(list)
         pieces: defaultdict[Any, list[Piece]] = defaultdict(list)
-        for parameter, index in zip(group["params"], number, strict=False):
-            if parameter.grad is None:
-                continue
-            if recording is not None:
-                self._check_is_complete(parameter, group)
-            state = self.begin_step(parameter, group)
-            state["step"] += 1
-            piece = _piece(parameter, state, self._names(group), index, copy_of.get(parameter))
-            key = int(state["step"].item()), piece.parameter.device, piece.kind
+        for (parameter, state, index), step in zip(counted, steps, strict=True):
+            piece = _piece(parameter, state, names, index, copy_of.get(parameter))
+            key = step, piece.parameter.device, piece.kind
             at_step[key].append(parameter)
             if piece.parameter.numel():
                 pieces[key].append(piece)
@@ -331,9 +334,9 @@ def _piece(parameter: Any, state: dict[str, Any], names: Sequence[str], index: i
     grad = parameter.grad
     if isinstance(parameter, DTensor) and tuple(grad.placements) != tuple(parameter.placements):
         grad = grad.redistribute(placements=parameter.placements)
-    states = tuple(_local(state[name]) for name in names)
-    master = _local(state["master"]) if "master" in state else None
-    return Piece(_local(parameter), _local(grad).contiguous(), states, master, _part_number(parameter, index), copy)
+    states = tuple([_part(state[name]) for name in names])
+    master = _part(state["master"]) if "master" in state else None
+    return Piece(_local(parameter), _part(grad).contiguous(), states, master, _part_number(parameter, index), copy)
 
 
 def _part_number(parameter: torch.Tensor, number: int) -> int:
@@ -345,6 +348,11 @@ def _part_number(parameter: torch.Tensor, number: int) -> int:
     for size, position, placement in zip(mesh.shape, coordinate, parameter.placements, strict=True):
         number = number * size + (0 if isinstance(placement, Replicate) else position)
     return number
+
+
+def _part(tensor: torch.Tensor) -> torch.Tensor:
+    """As `_local`, of what nobody makes a view of: without a tensor for it."""
+    return local_part(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -96,7 +96,7 @@ def _rotate_in_place(
 def _turn(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, result: torch.Tensor, is_interleaved: bool, is_back: bool
 ) -> None:
-    kernels = choose("rotate", x, "", rotary_reference, _load)
+    kernels = choose("rotate", x, "", rotary_reference, _load, is_fused_when_traced=True)
     kernels.turn(x, cos.contiguous(), sin.contiguous(), result, is_interleaved, is_back)
 
 

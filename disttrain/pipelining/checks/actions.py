@@ -13,9 +13,9 @@ def check_actions(schedule: Schedule) -> Iterator[Problem]:
     allowed = _Allowed(schedule)
     for rank, actions in enumerate(schedule.ranks):
         for position, action in enumerate(actions):
-            wrong = _wrong_overlap(action) or next(
-                filter(None, (allowed.wrong(rank, part) for part in action.parts)), None
-            )
+            wrong = _wrong_overlap(action) if action.children or action.op is Op.OVERLAP else None
+            for part in action.parts:
+                wrong = wrong or allowed.wrong(rank, part)
             if wrong:
                 yield Problem(f"{action}: {wrong[0]}", wrong[1], rank, position)
 
@@ -48,8 +48,20 @@ class _Allowed:
             Op.RECV_TIED: tied,
         }
 
+        self._known: dict[tuple[int, Op, int, int | None], tuple[str, str] | None] = {}
+
     def wrong(self, rank: int, part: Action) -> tuple[str, str] | None:
         """Returns the broken rule and a remedy; None where the action is allowed."""
+        microbatch = part.microbatch
+        if microbatch is None or not 0 <= microbatch < self.num_microbatches:
+            return self._wrong(rank, part)
+        # What is right for one microbatch is right for all.
+        key = rank, part.op, part.stage, part.peer
+        if key not in self._known:
+            self._known[key] = self._wrong(rank, part)
+        return self._known[key]
+
+    def _wrong(self, rank: int, part: Action) -> tuple[str, str] | None:
         if not 0 <= part.stage < len(self.home):
             return f"there are {len(self.home)} stages.", f"Name one from 0 to {len(self.home) - 1}."
         if self.home[part.stage] != rank:

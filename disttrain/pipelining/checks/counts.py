@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from disttrain.pipelining.checks.problem import Problem
@@ -13,6 +13,8 @@ F, I, W, B = Op.FORWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.BACKWARD  # n
 
 
 def check_counts(schedule: Schedule) -> Iterator[Problem]:
+    if _is_complete(schedule):
+        return
     seen = Counter(
         (part.op, part.stage, part.microbatch)
         for actions in schedule.ranks
@@ -27,6 +29,27 @@ def check_counts(schedule: Schedule) -> Iterator[Problem]:
             )
     for stage in range(schedule.num_stages):
         yield from _of_stage(schedule, seen, stage)
+
+
+def _is_complete(schedule: Schedule) -> bool:
+    """True where nothing is to be said, found out without a count for each computation."""
+    computed: defaultdict[tuple[Op, int], list[int | None]] = defaultdict(list)
+    for actions in schedule.ranks:
+        for action in actions:
+            if action.op in COMPUTE:
+                for part in action.parts:
+                    computed[part.op, part.stage].append(part.microbatch)
+    everything = set(range(schedule.num_microbatches))
+    sets = {key: set(microbatches) for key, microbatches in computed.items()}
+    if any(len(sets[key]) < len(microbatches) for key, microbatches in computed.items()):
+        return False
+    for stage in range(schedule.num_stages):
+        forward, inputs, weights, both = (sets.get((op, stage), set()) for op in (F, I, W, B))
+        is_split = inputs == weights and inputs.isdisjoint(both)
+        backward = everything if schedule.has_backward else set()
+        if not is_split or forward != everything or inputs | both != backward:
+            return False
+    return True
 
 
 def _of_stage(schedule: Schedule, seen: Counter[tuple[Op, int, int | None]], stage: int) -> Iterator[Problem]:

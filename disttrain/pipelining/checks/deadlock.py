@@ -7,14 +7,14 @@ only makes room; the computation that uses it waits. These rules leave nothing t
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 
 from disttrain.pipelining.checks.problem import Problem
 from disttrain.pipelining.schedule.action import RECEIVES, SENDS, Action
 from disttrain.pipelining.schedule.costs import Costs
 from disttrain.pipelining.schedule.dependencies import inputs_of
-from disttrain.pipelining.schedule.player import Player
+from disttrain.pipelining.schedule.player import Link, Player
 from disttrain.pipelining.schedule.schedule import Schedule
 
 
@@ -45,30 +45,38 @@ class _Unbuffered(Player):
 
     def __init__(self, schedule: Schedule, costs: Costs) -> None:
         super().__init__(schedule, costs)
-        # For each rank and peer, the messages that the rank has reached; for each message, its index among these.
-        self._reached: defaultdict[tuple[int, int], list[Action]] = defaultdict(list)
-        self._number: dict[Action, int] = {}
+        # For each rank and peer, how many of their messages the rank has reached, and which of these the peer has not.
+        self._num_reached: defaultdict[Link, int] = defaultdict(int)
+        self._open: defaultdict[Link, deque[Action]] = defaultdict(deque)
+        # Of each rank, the position of the last send that it has reached, and its number between the two ranks.
+        self._sending = [(-1, 0)] * schedule.num_ranks
 
     def send(self, rank: int, send: Action) -> bool:
-        return self._reach(send)
+        """True once the message is through: both ranks have reached it, and so all before it, as sends wait."""
+        link = self.link_of(send)
+        position, number = self._sending[rank]
+        if position != self.positions[rank]:
+            number = self._reach(link, send)
+            self._sending[rank] = self.positions[rank], number
+        return number < self._num_reached[link[1], link[0]]
 
     def receive(self, rank: int, receive: Action) -> None:
-        self._reach(receive)
+        self._reach(self.link_of(receive), receive)
 
-    def _reach(self, end: Action) -> bool:
-        """True once the message is through: both ranks have reached it, and so all before it, as sends wait."""
-        rank, peer = self.link_of(end)
-        own_list, peer_list = self._reached[rank, peer], self._reached[peer, rank]
-        if end not in self._number:
-            self._number[end] = len(own_list)
-            own_list.append(end)
-            if len(own_list) <= len(peer_list):
-                for each in (end, peer_list[len(own_list) - 1]):
-                    if each.op in RECEIVES:
-                        self.times_of(each)[each.microbatch] = 0
-                self.wake(peer)
-                self.wake(rank)
-        return self._number[end] < len(peer_list)
+    def _reach(self, link: Link, end: Action) -> int:
+        """Returns the message's number between the two ranks."""
+        rank, peer = link
+        number = self._num_reached[link]
+        self._num_reached[link] += 1
+        if waiting := self._open[peer, rank]:
+            for each in (end, waiting.popleft()):
+                if each.op in RECEIVES:
+                    self.times_of(each)[each.microbatch] = 0
+            self.wake(peer)
+            self.wake(rank)
+        else:
+            self._open[link].append(end)
+        return number
 
     def cause(self, action: Action) -> str:
         """The reason why a rank does not go on from `action`."""

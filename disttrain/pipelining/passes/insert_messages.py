@@ -14,7 +14,7 @@ from typing import NamedTuple
 from disttrain.errors import ScheduleError
 from disttrain.pipelining.schedule.action import WEIGHT_GRADIENTS, Action, Op
 from disttrain.pipelining.schedule.costs import Costs
-from disttrain.pipelining.schedule.dependencies import sends_of
+from disttrain.pipelining.schedule.dependencies import dependencies
 from disttrain.pipelining.schedule.schedule import Schedule
 from disttrain.pipelining.schedule.simulator import simulate
 from disttrain.pipelining.schedule.timeline import Timeline
@@ -61,13 +61,14 @@ def insert_messages(schedule: Schedule, costs: Costs | None = None) -> Schedule:
 
 def _messages(schedule: Schedule, timeline: Timeline) -> Iterator[_Message]:
     complete_s = [0.0] * schedule.num_stages
+    sends = {kind: of_stages for kind, (_, of_stages) in dependencies(schedule.placement, schedule.wiring).items()}
     for spans in timeline.compute:
         for span in spans:
             for part in span.action.parts:
                 if part.op in WEIGHT_GRADIENTS:
                     complete_s[part.stage] = span.end_s
-                for send in sends_of(schedule, part):
-                    yield _message(span.end_s, send)
+                for op, stage, _, peer, _ in sends[part.op][part.stage]:
+                    yield _message(span.end_s, Action(op, stage, part.microbatch, peer))
     home = schedule.placement.ranks
     for stage, peer in schedule.wiring.tied_pairs if schedule.has_backward else ():
         if home[stage] != home[peer]:

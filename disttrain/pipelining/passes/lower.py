@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from disttrain.garbage import uncollected
 from disttrain.pipelining.passes.early_receives import place_receives_early
 from disttrain.pipelining.passes.insert_messages import insert_messages
 from disttrain.pipelining.passes.merge_backward import merge_where_free
@@ -13,6 +14,7 @@ from disttrain.pipelining.schedule.costs import Costs
 from disttrain.pipelining.schedule.schedule import Schedule, Wiring
 
 
+@uncollected()
 def lower(
     schedule: Schedule,
     *,

@@ -28,29 +28,33 @@ def unshard_stages(schedule: Schedule, max_unsharded: int | None = None) -> Sche
 
 def _unshard(name: str, actions: Sequence[Action], max_unsharded: int | None) -> list[Action]:
     uses: dict[int, deque[int]] = {}
-    for position, action in enumerate(actions):
-        for stage in _stages(action):
+    needs = list(map(_stages, actions))
+    for position, needed in enumerate(needs):
+        for stage in needed:
             uses.setdefault(stage, deque()).append(position)
     room = len(uses) if max_unsharded is None else max_unsharded
     unsharded: dict[int, None] = {}
     result: list[Action] = []
-    for action in actions:
-        needed = _stages(action)
+    # Where there is room for all, those that are unsharded change only after the last use of one of them.
+    is_settled = False
+    for action, needed in zip(actions, needs, strict=True):
         if len(needed) > room:
             raise ScheduleError(
                 name,
                 f"{action} needs {len(needed)} unsharded stages, max_unsharded is {room}.",
                 f"Allow {len(needed)} or more.",
             )
-        if needed:
+        if needed and not (is_settled and room >= len(uses)):
             # The next ones, in the order in which they are needed; of what is never needed again, nothing.
             soonest = heapq.nsmallest(room, ((queue[0], stage) for stage, queue in uses.items() if queue))
             coming = [stage for _, stage in soonest]
             result += (Action(Op.RESHARD, stage) for stage in unsharded if stage not in coming)
             result += (Action(Op.UNSHARD, stage) for stage in coming if stage not in unsharded)
             unsharded = dict.fromkeys([*(stage for stage in unsharded if stage in coming), *coming])
-            for stage in needed:
-                uses[stage].popleft()
+        is_settled = is_settled or bool(needed)
+        for stage in needed:
+            uses[stage].popleft()
+            is_settled = is_settled and bool(uses[stage])
         result.append(action)
     return result + [Action(Op.RESHARD, stage) for stage in unsharded]
 
@@ -58,4 +62,4 @@ def _unshard(name: str, actions: Sequence[Action], max_unsharded: int | None) ->
 def _stages(action: Action) -> list[int]:
     if action.op not in COMPUTE:
         return []
-    return list(dict.fromkeys(part.stage for part in action.parts))
+    return list(dict.fromkeys(part.stage for part in action.children)) if action.children else [action.stage]

@@ -37,7 +37,7 @@ class Mail:
         self._device = device
         self.ways: list[ProcessGroup] = []
         for _ in ("toward higher ranks", "toward lower ranks"):
-            way = world.new_group(group.ranks, timeout_s=group.timeout_s)
+            way = world.new_group(group.members, timeout_s=group.timeout_s)
             assert isinstance(way, ProcessGroup)
             way.axis_name = group.axis_name
             way.backend("pipelining.step", device.type)
@@ -45,6 +45,8 @@ class Mail:
         self.may_wait = True
         """False while receives are posted when they are needed: then a send may have to wait for one of our own."""
         self._under_way: dict[int, deque[tuple[Work, torch.Tensor]]] = {}
+        self._recorded: list[tuple[Work, torch.Tensor]] = []
+        """As those under way, of a step that is being recorded as a CUDA graph."""
         self._connected: set[tuple[int, int]] = set()
         self._channels: PeerChannels | None = None
         self._largest_bytes = self._most_tensors = self._num_slots = 0
@@ -75,6 +77,7 @@ class Mail:
 
     def send(self, tensors: Sequence[torch.Tensor], peer: int, *, is_regular: bool = True) -> None:
         """Start sending to group rank `peer`, in this order; `is_regular`: each pass has one like it."""
+        is_recorded = self._is_recorded()
         under_way = self._under_way.get(peer) or self._under_way.setdefault(peer, deque())
         way = self._way(peer)
         if is_regular and not self.may_wait:
@@ -83,8 +86,8 @@ class Mail:
         for tensor in tensors:
             channels = self._channels and self._channels_for(tensor)
             work = start_sending(tensor, way, peer) if channels is None else channels.send(tensor, peer)
-            under_way.append((work, tensor))
-        while under_way and under_way[0][0].is_completed():
+            (self._recorded if is_recorded else under_way).append((work, tensor))
+        while under_way and not is_recorded and under_way[0][0].is_completed():
             under_way.popleft()
         while self.may_wait and self._device.type == "cpu" and len(under_way) > _MAX_UNDER_WAY:
             under_way.popleft()[0].wait()
@@ -107,7 +110,10 @@ class Mail:
         self._channels = open_channels(self.ways[0], self._device, pairs, self._largest_bytes, self._num_slots)
 
     def finish(self) -> None:
-        """Waits until all sends have gone; not on CUDA, where they may go on beside what follows."""
+        """Waits until all sends have gone; not on CUDA, where they may go on beside what follows, but for those that
+        are recorded: a graph ends with all that belongs to it."""
+        while self._recorded:
+            self._recorded.pop()[0].wait()
         for under_way in self._under_way.values():
             while under_way and self._device.type == "cpu":
                 under_way.popleft()[0].wait()
@@ -122,11 +128,17 @@ class Mail:
         if self._device.type == "cpu":
             # On CUDA copies may still read what is under way.
             self._under_way.clear()
+        self._recorded.clear()
         for way in self.ways:
             way.give_up(operation, error)
 
+    def _is_recorded(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
     def _channels_for(self, tensor: torch.Tensor) -> PeerChannels | None:
-        """Returns the channels for a tensor whose size both ends know."""
+        """Returns the channels for a tensor whose size both ends know. They count messages, which a graph does not."""
+        if self._is_recorded():
+            return None
         channels = self._channels
         return channels if channels is not None and self.may_wait and tensor.nbytes <= channels.slot_bytes else None
 

@@ -48,7 +48,7 @@ class Streams:
     def hold_back(self) -> None:
         """At the end of a pass, the host waits for the end of an earlier one. Otherwise it would queue pass after pass,
         with receive buffers for each. If a rank fails, all streams go on, so this wait ends, too."""
-        if self._device.type != "cuda":
+        if self._device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return
         end = torch.cuda.Event(blocking=True)
         end.record(torch.cuda.current_stream(self._device))

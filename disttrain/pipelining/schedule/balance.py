@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -41,15 +42,27 @@ def balance(costs: BlockCosts, num_stages: int) -> tuple[int, ...]:
         end: (cost(0, end), cost(0, end) ** 2, ()) for end in range(1, num_blocks + 1)
     }
     for stage in range(1, num_stages):
-        best = {
-            end: min(
-                (max(dearest, cost(first, end)), uneven + cost(first, end) ** 2, (*cuts, first))
-                for first, (dearest, uneven, cuts) in best.items()
-                if first < end
-            )
-            for end in range(stage + 1, num_blocks + 1)
-        }
+        # All but the whole row need only be known where another stage follows.
+        ends = range(stage + 1, num_blocks + 1) if stage < num_stages - 1 else (num_blocks,)
+        best = {end: _best_cut(best, end, cost) for end in ends}
     return best[num_blocks][2]
+
+
+_Cut = tuple[float, float, tuple[int, ...]]
+
+
+def _best_cut(best: Mapping[int, _Cut], end: int, cost: Callable[[int, int], float]) -> _Cut:
+    """Returns the best way to cut the blocks before `end` into one stage more than in `best`."""
+    found: _Cut = (math.inf, math.inf, ())
+    for first, (dearest, uneven, cuts) in best.items():
+        if first >= end:
+            break
+        last = cost(first, end)
+        costs = max(dearest, last), uneven + last**2
+        # Cuts are compared where all else is equal, which is seldom.
+        if costs <= found[:2]:
+            found = min(found, (*costs, (*cuts, first)))
+    return found
 
 
 def check_boundaries(boundaries: Sequence[int], num_stages: int, num_blocks: int) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from disttrain.arguments import arguments_of
 from disttrain.errors import ScheduleError
+from disttrain.garbage import uncollected
 from disttrain.pipelining import schedules
 from disttrain.pipelining.schedule.placement import Placement
 from disttrain.pipelining.schedule.schedule import Schedule
@@ -71,6 +72,7 @@ def find_schedule_kind(name: str) -> ScheduleKind:
 
 
 @arguments_of("pipelining.make_schedule", remedy="Give a schedule's name, and whole numbers.")
+@uncollected()
 def make_schedule(name: str, num_ranks: int, num_microbatches: int, stages_per_rank: int | None = None) -> Schedule:
     """The order of computations of the schedule called `name`; `lower` adds the rest.
 

@@ -34,6 +34,9 @@ class Player:
         self._times: dict[tuple[Op, int, int | None], Times] = {}
         # What may let a rank go on, and when.
         self._wakes: list[tuple[float, int]] = [(0, rank) for rank in range(schedule.num_ranks)]
+        self._awake = set(self._wakes)
+        # Of each kind of message, whatever its microbatch, the seconds on its link, and the arrivals.
+        self._ways: dict[tuple[Op, int, int | None], tuple[float, Times]] = {}
         self.dependencies = dependencies(schedule.placement, schedule.wiring)
         self.inputs = {
             kind: [list(map(self.times_of, needed)) for needed in of_stages]
@@ -50,12 +53,16 @@ class Player:
     def play(self) -> None:
         """Let all ranks go on until none can."""
         while self._wakes:
-            now_s, rank = heapq.heappop(self._wakes)
-            self.advance(rank, now_s)
+            wake = heapq.heappop(self._wakes)
+            self._awake.discard(wake)
+            self.advance(wake[1], wake[0])
 
     def wake(self, rank: int, now_s: float = 0) -> None:
         """Then something is there that the rank may wait for."""
-        heapq.heappush(self._wakes, (now_s, rank))
+        wake = (now_s, rank)
+        if wake not in self._awake:
+            self._awake.add(wake)
+            heapq.heappush(self._wakes, wake)
 
     def is_done(self, rank: int) -> bool:
         """True when the rank has done all its actions."""
@@ -77,9 +84,9 @@ class Player:
 
     def advance(self, rank: int, now_s: float) -> None:
         """Let the rank do its next actions, even those that begin later than now, since its order is fixed."""
-        actions = self.schedule.ranks[rank]
-        while self.positions[rank] < len(actions) and self.step(rank, actions[self.positions[rank]]):
-            self.positions[rank] += 1
+        actions, positions, step = self.schedule.ranks[rank], self.positions, self.step
+        while positions[rank] < len(actions) and step(rank, actions[positions[rank]]):
+            positions[rank] += 1
 
     def step(self, rank: int, action: Action) -> bool:
         """Do the action; False when it waits for something, which will wake the rank."""
@@ -129,7 +136,11 @@ class Player:
     def transfer(self, send: Action, link: Link, ready_s: float) -> float:
         """The message travels when it is ready and its link is free. Returns when that begins."""
         start_s = max(ready_s, self.link_free_s.get(link, 0))
-        self.link_free_s[link] = there_s = start_s + self.costs.transfer_s(send, *link)
-        self.arrivals_of(send)[send.microbatch] = there_s
+        key = send.op, send.stage, send.peer
+        if key not in self._ways:
+            self._ways[key] = self.costs.transfer_s(send, *link), self.arrivals_of(send)
+        transfer_s, arrivals = self._ways[key]
+        self.link_free_s[link] = there_s = start_s + transfer_s
+        arrivals[send.microbatch] = there_s
         heapq.heappush(self._wakes, (there_s, link[1]))
         return start_s

@@ -6,6 +6,7 @@ simulated with more and more room until all come to their end. Nothing depends o
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 
 from disttrain.pipelining.schedule.action import RECEIVES, Action
@@ -16,10 +17,11 @@ from disttrain.pipelining.schedule.schedule import Schedule
 
 def slots_needed(schedule: Schedule) -> int:
     """The least number of slots per link with which a lowered and verified schedule comes to its end; 1 at least."""
-    num_slots = 1
-    while not _ends(schedule, num_slots):
-        num_slots += 1
-    return num_slots
+    enough = 1
+    while not _ends(schedule, enough):
+        enough *= 2
+    # With more room a schedule comes at least as far. So the least is between the last two.
+    return bisect_left(range(enough), True, enough // 2 + 1, key=lambda num_slots: _ends(schedule, num_slots))
 
 
 def _ends(schedule: Schedule, num_slots: int) -> bool:

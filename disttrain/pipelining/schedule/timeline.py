@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from disttrain.pipelining.schedule.action import Action
 from disttrain.pipelining.schedule.costs import Costs
@@ -11,8 +12,7 @@ from disttrain.pipelining.schedule.liveness import Peak, peaks
 from disttrain.pipelining.schedule.schedule import Schedule
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """One action on one rank's compute, or collective, resource."""
 
     action: Action
@@ -20,8 +20,7 @@ class Span:
     end_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
+class Transfer(NamedTuple):
     """One message on its link; `send` says which, `ready_s` is when the sender had it."""
 
     send: Action

@@ -58,14 +58,24 @@ class Memory:
 
 def memory_of(job: Job, choice: Choice) -> Memory:
     """Of all ranks and moments, the fullest. Raises: ScheduleError when there is no such schedule."""
-    moments = _pipeline(job, choice) if choice.schedule else _plain(job, choice)
-    return max(moments, key=lambda memory: memory.total_bytes)
+    return max(_moments(job, choice), key=lambda memory: memory.total_bytes)
+
+
+def has_room(job: Job, choice: Choice) -> bool:
+    """True where every rank has room at every moment. Raises: ScheduleError when there is no such schedule."""
+    return all(memory.total_bytes <= job.usable_bytes for memory in _moments(job, choice))
+
+
+def _moments(job: Job, choice: Choice) -> Iterator[Memory]:
+    """Yields what ranks hold when they can be fullest."""
+    return _pipeline(job, choice) if choice.schedule else iter(_plain(job, choice))
 
 
 def resting_bytes(job: Job, choice: Choice) -> int:
     """Returns the parameters and optimizer state of the rank that has most: less than any choice on this mesh takes at
     its peak."""
-    return max(sum(_resting(job, choice, [stage]).values()) for stage in parts_of(job, choice))
+    kinds = dict.fromkeys(parts_of(job, choice))
+    return max(sum(_resting(job, choice, [stage]).values()) for stage in kinds)
 
 
 def _plain(job: Job, choice: Choice) -> list[Memory]:
@@ -95,7 +105,7 @@ def _pipeline(job: Job, choice: Choice) -> Iterator[Memory]:
     kept_bytes, sharding = kept_of(job, choice), Sharding.of(job, choice)
     fewer = fewer_microbatches(choice.schedule, choice.mesh.pp, choice.num_microbatches)
     num_blocks = tuple(stage.num_blocks for stage in parts_of(job, choice))
-    moments = profiles(choice.schedule, choice.mesh.pp, fewer, num_blocks)
+    moments = profiles(choice.pipeline, fewer, num_blocks)
     seen = set()
     for rank, stages in enumerate(parts_of_ranks(job, choice)):
         fullest = max(moments[rank], key=lambda moment: sum(_coming_and_going(kept_bytes, moment)))
@@ -151,11 +161,13 @@ def _coming_and_going(kept_bytes: Kept, moment: _Moment) -> tuple[int, int, int]
 
 
 @cache
-def profiles(name: str, num_ranks: int, num_microbatches: int, num_blocks: tuple[int, ...]) -> list[list[_Moment]]:
+def profiles(
+    pipeline: tuple[str, int, int | None], num_microbatches: int, num_blocks: tuple[int, ...]
+) -> list[list[_Moment]]:
     """Of each rank, the moments in which it can be fullest: blocks kept between forward and backward, blocks kept
     between the halves of backward, and 1 where the loss is computed."""
-    schedule = schedule_of(name, num_ranks, num_microbatches)
-    return [_profile(schedule, num_blocks, rank) for rank in range(num_ranks)]
+    schedule = schedule_of(pipeline, num_microbatches)
+    return [_profile(schedule, num_blocks, rank) for rank in range(schedule.num_ranks)]
 
 
 def _profile(schedule: Schedule, num_blocks: tuple[int, ...], rank: int) -> list[_Moment]:

@@ -9,6 +9,7 @@ from itertools import pairwise
 from disttrain.errors import ScheduleError
 from disttrain.pipelining.schedule.balance import BlockCosts, balance
 from disttrain.pipelining.schedule.catalogue import find_schedule_kind, make_schedule
+from disttrain.pipelining.schedule.schedule import Schedule
 from disttrain.plan.job import Choice, Job
 from disttrain.plan.model.sizes import LlamaSizes
 
@@ -96,12 +97,17 @@ def stages_of(sizes: LlamaSizes, num_stages: int) -> tuple[StageParts, ...]:
 def num_stages_of(choice: Choice) -> int:
     if choice.schedule is None:
         return 1
-    return choice.mesh.pp * _stages_per_rank(choice.schedule)
+    return choice.mesh.pp * (choice.stages_per_rank or _stages_per_rank(choice.schedule))
 
 
 @cache
 def _stages_per_rank(schedule: str) -> int:
     return find_schedule_kind(schedule).stages_per_rank
+
+
+def has_any_stages(schedule: str) -> bool:
+    """True where the schedule takes any number of stages for each rank."""
+    return find_schedule_kind(schedule).any_stages
 
 
 def parts_of(job: Job, choice: Choice) -> tuple[StageParts, ...]:
@@ -111,7 +117,7 @@ def parts_of(job: Job, choice: Choice) -> tuple[StageParts, ...]:
     """
     num_stages = num_stages_of(choice)
     if job.sizes.is_tied and choice.schedule is not None:
-        first = next(of_rank for of_rank in stages_of_ranks(choice.schedule, choice.mesh.pp) if 0 in of_rank)
+        first = next(of_rank for of_rank in stages_of_ranks(*choice.pipeline) if 0 in of_rank)
         if num_stages - 1 in first:
             raise ScheduleError(
                 "plan",
@@ -126,7 +132,7 @@ def parts_of_ranks(job: Job, choice: Choice) -> list[tuple[StageParts, ...]]:
     stages = parts_of(job, choice)
     if choice.schedule is None:
         return [stages]
-    return [tuple(stages[stage] for stage in of_rank) for of_rank in stages_of_ranks(choice.schedule, choice.mesh.pp)]
+    return [tuple(stages[stage] for stage in of_rank) for of_rank in stages_of_ranks(*choice.pipeline)]
 
 
 _FILLING = 4
@@ -142,11 +148,14 @@ def fewer_microbatches(name: str, num_ranks: int, num_microbatches: int) -> int:
     return min(num_microbatches, _FILLING * num_ranks + num_microbatches % num_ranks)
 
 
-schedule_of = cache(make_schedule)
-"""Computations only; kept, since many choices have the same."""
+@cache
+def schedule_of(pipeline: tuple[str, int, int | None], num_microbatches: int) -> Schedule:
+    """Computations only; kept, since many choices have the same. Raises: ScheduleError."""
+    name, num_ranks, stages_per_rank = pipeline
+    return make_schedule(name, num_ranks, num_microbatches, stages_per_rank)
 
 
 @cache
-def stages_of_ranks(name: str, num_ranks: int) -> tuple[tuple[int, ...], ...]:
+def stages_of_ranks(name: str, num_ranks: int, stages_per_rank: int | None = None) -> tuple[tuple[int, ...], ...]:
     """Returns the stages of each rank. Raises: ScheduleError."""
-    return schedule_of(name, num_ranks, _FILLING * num_ranks).placement.stages
+    return schedule_of((name, num_ranks, stages_per_rank), _FILLING * num_ranks).placement.stages

@@ -1,7 +1,9 @@
 """Attained rates of GPUs and their links: data sheets' peaks times the shares that real steps attain.
 
 The shares are those of four H200 under our benchmarks (`benchmarks/results`: kernels, collectives_gpu, pipeline_gpu),
-and are taken for the other GPUs' too, which nobody has measured here. `--measure` measures yours.
+and are taken for the other GPUs' too, which nobody has measured here; but products on A100 attain what makes the
+estimates fit 15 runs of FSDP on 8 to 64 of them that others have published: llm-foundry's (scripts/train/benchmarking,
+MPT of 3B to 70B) and torchtitan's (docs/performance.md of 2024, Llama 2 and 3). `--measure` measures yours.
 Sources: NVIDIA's data sheets of A100, H100, H200 and B200 (dense rates, without sparsity; NVLink per direction); for
 hops of a ring the latencies of NVLink (LL128) and of a network (Simple) in NCCL's model, src/graph/tuning.cc.
 """
@@ -30,7 +32,7 @@ class Hardware:
           causal attention, whose unneeded half is not counted;  memory_bytes_per_s  of a copy, reads and writes
           counted;  node_bytes_per_s  what one GPU sends in a ring within a node;  network_bytes_per_s  out of it, for
           each GPU;  node_latency_s, network_latency_s  of a message, or of a collective of two ranks, however small;
-          node_step_s, network_step_s  what each further hop of a collective adds.
+          node_step_s, network_step_s  what each further hop of a collective adds;  num_multiprocessors  of a GPU.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Hardware:
     network_latency_s: float = 40e-6
     node_step_s: float = 1.9e-6
     network_step_s: float = 9.6e-6
+    num_multiprocessors: int = 132
 
     def __post_init__(self) -> None:
         for rate in fields(self)[1:]:
@@ -79,28 +82,31 @@ def _attained(
     memory_gb: float,
     node_gb: float,
     network_gb: float,
+    num_multiprocessors: int,
+    matmul_share: float = 0.70,
 ) -> Hardware:
     """By data sheet: TFLOP/s, and GB/s per direction."""
     return Hardware(
         name=name,
         memory_gib=memory_gib,
         peak_flops=tflops * 1e12,
-        matmul_flops=0.70 * tflops * 1e12,
+        matmul_flops=matmul_share * tflops * 1e12,
         float8_flops=0.60 * float8_tflops * 1e12,
         attention_forward_flops=0.38 * tflops * 1e12,
         attention_backward_flops=0.31 * tflops * 1e12,
         memory_bytes_per_s=0.85 * memory_gb * 1e9,
         node_bytes_per_s=0.71 * node_gb * 1e9,
         network_bytes_per_s=0.85 * network_gb * 1e9,
+        num_multiprocessors=num_multiprocessors,
     )
 
 
 HARDWARE = {
-    "a100": _attained("NVIDIA A100 SXM 80GB", 79.2, 312, 0, 2039, 300, 25),
-    "a100-40": _attained("NVIDIA A100 SXM 40GB", 39.4, 312, 0, 1555, 300, 25),
-    "h100": _attained("NVIDIA H100 SXM", 79.2, 989, 1979, 3350, 450, 50),
-    "h200": _attained("NVIDIA H200 SXM", 139.8, 989, 1979, 4800, 450, 50),
-    "b200": _attained("NVIDIA B200 SXM", 178.4, 2250, 4500, 8000, 900, 50),
+    "a100": _attained("NVIDIA A100 SXM 80GB", 79.2, 312, 0, 2039, 300, 25, 108, matmul_share=0.73),
+    "a100-40": _attained("NVIDIA A100 SXM 40GB", 39.4, 312, 0, 1555, 300, 25, 108, matmul_share=0.73),
+    "h100": _attained("NVIDIA H100 SXM", 79.2, 989, 1979, 3350, 450, 50, 132),
+    "h200": _attained("NVIDIA H200 SXM", 139.8, 989, 1979, 4800, 450, 50, 132),
+    "b200": _attained("NVIDIA B200 SXM", 178.4, 2250, 4500, 8000, 900, 50, 148),
 }
 
 

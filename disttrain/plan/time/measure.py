@@ -54,6 +54,7 @@ def measure(base: Hardware) -> Hardware | None:
     changes: dict[str, Any] = {
         "name": torch.cuda.get_device_name(device),
         "memory_gib": torch.cuda.get_device_properties(device).total_memory / _GIB,
+        "num_multiprocessors": torch.cuda.get_device_properties(device).multi_processor_count,
         **rates_of(device, Sizes()),
     }
     if (WORLD_SIZE.read() or 1) == 1:

@@ -3,6 +3,7 @@ tensor parallel's communication where nothing hides it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -10,10 +11,13 @@ from disttrain.plan.job import Choice, Job
 from disttrain.plan.model.activations import is_lean
 from disttrain.plan.model.parts import StageParts, elements_of, local_key_size
 from disttrain.plan.time.links import link_of
+from disttrain.plan.time.products import product_s
 from disttrain.plan.time.traffic import BLOCK_GATHERS, activation_bytes
 
 EXPOSED_WITHIN_NODE = 0.35
 """Of tensor parallel's communication: the rest hides behind products, part by part, by copy engines."""
+NCCL_SHARE = 24 / 132
+"""Of a GPU's multiprocessors: those on which NCCL's channels run within a node, H100 and later."""
 HOST_BLOCK_S = 1e-3
 """In which a host launches the forward of one block that is not compiled; its backward takes twice as long."""
 HOST_COMPILED_BLOCK_S = 0.4e-3
@@ -28,12 +32,13 @@ SHARED_MEMORY_BYTES = 227 << 10
 @dataclass(frozen=True)
 class Computing:
     """Seconds of a forward, of a backward, of what in that computes weights' gradients, and of what tensor parallel
-    communicates with nothing to hide it, one way."""
+    adds to both: communication that nothing hides."""
 
     forward: float
     backward: float
     weights: float
-    tp: float = 0.0
+    tp_forward: float = 0.0
+    tp_backward: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -57,28 +62,83 @@ def block_times(job: Job, choice: Choice) -> Computing:
     tokens, dtype = choice.microbatch_size * job.seq_size, job.precision.compute_bytes
     is_fused = choice.is_compiled or job.has_kernels
     keys = 2 * local_key_size(sizes, tp)
-    elements = sizes.dim * ((2 * sizes.query_size + 3 * sizes.ffn_size) / tp + keys)
-    products = 2 * tokens * elements / (hardware.float8_flops if job.uses_float8 else hardware.matmul_flops)
+    products = _products(job, choice)
     attention = 2 * tokens * job.seq_size * sizes.query_size / tp
     # What norms, sums, the gate and rotations read and write.
     moved = (10 * sizes.dim + (3 if is_fused else 5) * sizes.ffn_size) / tp
     moved += (2 if is_fused else 8) * (sizes.query_size / tp + keys / 2)
     elementwise = dtype * tokens * moved / hardware.memory_bytes_per_s
-    forward = products + attention / hardware.attention_forward_flops + elementwise
-    backward = 2 * products + 2.5 * attention / hardware.attention_backward_flops + 2 * elementwise
-    link = link_of(job, choice, "tp")
-    is_within = choice.mesh.num_on_node("tp", job.node_size) == tp
-    calls = 2 * BLOCK_GATHERS if tp > 1 else 0
-    exposed = link.seconds(calls * activation_bytes(job, choice), calls) * (EXPOSED_WITHIN_NODE if is_within else 1)
+    forward = products.forward + attention / hardware.attention_forward_flops + elementwise
+    backward = products.inputs + products.weights + 2.5 * attention / hardware.attention_backward_flops
+    backward += 2 * elementwise
+    there, back = _exposed_s(job, choice, products)
     host_s = HOST_COMPILED_BLOCK_S if choice.is_compiled else HOST_BLOCK_S
-    return Computing(max(forward, host_s) + exposed, max(backward, 2 * host_s) + exposed, products, exposed)
+    return Computing(max(forward, host_s) + there, max(backward, 2 * host_s) + back, products.weights, there, back)
+
+
+@dataclass(frozen=True)
+class _Products:
+    """Seconds of a block's products, and of what goes with the communication of tensor parallel, also part by part.
+
+    Args: inputs, weights  for gradients of these;  forward_parts  forward, where the rows that each rank has are
+          multiplied by themselves;  cut_inputs, cut_inputs_parts  for gradients of what layers cut by rows take.
+    """
+
+    forward: float
+    inputs: float
+    weights: float
+    forward_parts: float
+    cut_inputs: float
+    cut_inputs_parts: float
+
+
+def _products(job: Job, choice: Choice) -> _Products:
+    sizes, hardware, tp = job.sizes, job.hardware, choice.mesh.tp
+    rows = choice.microbatch_size * job.seq_size
+    rate = hardware.float8_flops if job.uses_float8 else hardware.matmul_flops
+    query, key, ffn = sizes.query_size / tp, local_key_size(sizes, tp), sizes.ffn_size / tp
+    cut_by_columns = [(sizes.dim, size) for size in (query, key, key, ffn, ffn)]
+    cut_by_rows = [(query, sizes.dim), (ffn, sizes.dim)]
+    every = cut_by_columns + cut_by_rows
+
+    def seconds(num_rows: float, matrices: Sequence[tuple[float, float]]) -> float:
+        return sum(product_s(hardware, rate, num_rows, columns, inner) for inner, columns in matrices)
+
+    back = [(columns, inner) for inner, columns in every]
+    cut_back = [(columns, inner) for inner, columns in cut_by_rows]
+    return _Products(
+        forward=seconds(rows, every),
+        inputs=seconds(rows, back),
+        weights=sum(product_s(hardware, rate, columns, inner, rows) for inner, columns in every),
+        forward_parts=tp * seconds(rows / tp, every),
+        cut_inputs=seconds(rows, cut_back),
+        cut_inputs_parts=tp * seconds(rows / tp, cut_back),
+    )
+
+
+def _exposed_s(job: Job, choice: Choice, products: _Products) -> tuple[float, float]:
+    """What tensor parallel adds to a block's forward and to its backward: communication that nothing hides, and what
+    products lose that are computed part by part to hide it; the less of that and of whole collectives, whose sums of
+    gradients alone are hidden, behind products for weights."""
+    tp = choice.mesh.tp
+    if tp == 1:
+        return 0.0, 0.0
+    link = link_of(job, choice, "tp")
+    half = link.seconds(BLOCK_GATHERS * activation_bytes(job, choice), BLOCK_GATHERS)
+    hidden = NCCL_SHARE * half + max(0.0, half - products.weights)
+    there, back = 2 * half, half + hidden
+    if choice.mesh.num_on_node("tp", job.node_size) < tp:
+        return there, back
+    parts = 2 * half * EXPOSED_WITHIN_NODE
+    there = min(there, parts + products.forward_parts - products.forward)
+    return there, min(back, parts + products.cut_inputs_parts - products.cut_inputs)
 
 
 def _head(job: Job, choice: Choice) -> Computing:
     """The last norm, the head and the loss."""
     sizes, hardware, tp = job.sizes, job.hardware, choice.mesh.tp
     tokens, vocab = choice.microbatch_size * job.seq_size, job.sizes.vocab_size / tp
-    product = 2 * tokens * vocab * sizes.dim / hardware.matmul_flops
+    product = product_s(hardware, hardware.matmul_flops, tokens, vocab, sizes.dim)
     logits_s = tokens * vocab / hardware.memory_bytes_per_s
     if job.has_kernels and not choice.has_whole_logits:
         # The loss without logits makes all gradients at once.
@@ -111,7 +171,8 @@ def _again_s(job: Job, choice: Choice, block: Computing) -> float:
     if choice.mesh.tp > 1 or choice.is_compiled or job.uses_float8:
         return block.forward
     tokens = choice.microbatch_size * job.seq_size
-    return block.forward - 2 * tokens * job.sizes.dim * job.sizes.ffn_size / job.hardware.matmul_flops
+    hardware, sizes = job.hardware, job.sizes
+    return block.forward - product_s(hardware, hardware.matmul_flops, tokens, sizes.dim, sizes.ffn_size)
 
 
 @cache
@@ -123,4 +184,6 @@ def stage_times(job: Job, choice: Choice, stage: StageParts) -> StageTimes:
     weights = num * block.weights + stage.has_head * head.weights + sums
     if choice.is_compiled:
         weights = COMPILED_WEIGHT_SHARE * backward
-    return StageTimes(forward, backward, weights, num * again, num * block.tp * (2 + choice.recomputes))
+    again_tp = block.tp_forward * choice.recomputes
+    tp_s = num * (block.tp_forward + block.tp_backward + again_tp)
+    return StageTimes(forward, backward, weights, num * (again - again_tp), tp_s)

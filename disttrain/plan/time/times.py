@@ -3,7 +3,6 @@ which the simulator plays."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 
@@ -19,16 +18,13 @@ from disttrain.plan.model.parts import (
     elements_of,
     fewer_microbatches,
     parts_of,
+    parts_of_ranks,
     schedule_of,
-    stages_of_ranks,
     tied_elements,
 )
 from disttrain.plan.time.links import link_of
-from disttrain.plan.time.stage_times import StageTimes, block_times, stage_times
+from disttrain.plan.time.stage_times import NCCL_SHARE, block_times, stage_times
 from disttrain.plan.time.traffic import ring_bytes
-
-NCCL_SHARE = 24 / 132
-"""Of a GPU's multiprocessors: those on which NCCL's channels run within a node, H100 and later."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +78,8 @@ def likely_s(job: Job, choice: Choice) -> float:
     only wait more."""
     if choice.schedule is None:
         return times_of(job, choice).step_s
-    pp = choice.mesh.pp
-    each, on_top = _even_rhythm(choice.schedule, pp)
-    busiest = _busiest_s(choice.schedule, pp, [stage_times(job, choice, stage) for stage in parts_of(job, choice)])
+    each, on_top = _even_rhythm(*choice.pipeline)
+    busiest = _busiest_s(job, _beside_nothing(choice))
     filling = busiest * min(on_top, choice.num_microbatches * each)
     return choice.num_microbatches * each * busiest + filling + _optimizer_s(job, choice)
 
@@ -104,15 +99,21 @@ def costs_of(job: Job, choice: Choice) -> Costs:
 
 def timeline_of(job: Job, choice: Choice) -> Timeline:
     """Of the first microbatches, by the simulator. Raises: ScheduleError when there is no such schedule."""
-    # How the ranks beside a pipeline share its stages' parameters changes nothing in it.
-    return _played(job, replace(choice, mesh=replace(choice.mesh, replicate=1, dp=choice.mesh.num_batch_parts)))
+    return _played(job, _beside_nothing(choice))
+
+
+def _beside_nothing(choice: Choice) -> Choice:
+    """How the ranks beside a pipeline share its stages' parameters changes nothing in it."""
+    if choice.mesh.replicate == 1:
+        return choice
+    return replace(choice, mesh=replace(choice.mesh, replicate=1, dp=choice.mesh.num_batch_parts))
 
 
 @cache
 def _played(job: Job, choice: Choice) -> Timeline:
     assert choice.schedule is not None
     fewer = fewer_microbatches(choice.schedule, choice.mesh.pp, choice.num_microbatches)
-    return simulate(schedule_of(choice.schedule, choice.mesh.pp, fewer), costs_of(job, choice))
+    return simulate(schedule_of(choice.pipeline, fewer), costs_of(job, choice))
 
 
 def makespan_s(job: Job, choice: Choice) -> float:
@@ -137,19 +138,27 @@ def _steady_s(timeline: Timeline) -> float:
     return max(between_s, max(timeline.busy_s) / schedule.num_microbatches)
 
 
+_LOOPS = {"1F1B": 1, "Interleaved1F1B": 2}
+"""Schedules that wait for (ranks - 1) / (stages of a rank) microbatches, and for nothing else, with their stages."""
+
+
 @cache
-def _even_rhythm(name: str, num_ranks: int) -> tuple[float, float]:
+def _even_rhythm(name: str, num_ranks: int, stages_per_rank: int | None) -> tuple[float, float]:
     """Returns what a microbatch takes and what comes on top of all, in units of what a rank computes for one
     microbatch, where all stages are alike, and F, I and W too."""
-    stages_per_rank = len(stages_of_ranks(name, num_ranks)[0])
-    timeline = simulate(schedule_of(name, num_ranks, 4 * num_ranks), Costs().split(stages_per_rank))
+    if name in _LOOPS:
+        return 1.0, (num_ranks - 1) / (stages_per_rank or _LOOPS[name])
+    schedule = schedule_of((name, num_ranks, stages_per_rank), 4 * num_ranks)
+    timeline = simulate(schedule, Costs().split(schedule.num_stages // num_ranks))
     each = _steady_s(timeline) / 3
     return each, timeline.makespan_s / 3 - 4 * num_ranks * each
 
 
-def _busiest_s(name: str, num_ranks: int, stages: Sequence[StageTimes]) -> float:
+@cache
+def _busiest_s(job: Job, choice: Choice) -> float:
     """Returns what the rank with most to do computes for each microbatch."""
-    return max(sum(stages[stage].total_s for stage in of_rank) for of_rank in stages_of_ranks(name, num_ranks))
+    seconds = {stage: stage_times(job, choice, stage).total_s for stage in dict.fromkeys(parts_of(job, choice))}
+    return max(sum(seconds[stage] for stage in stages) for stages in parts_of_ranks(job, choice))
 
 
 def _tie_s(job: Job, choice: Choice) -> float:

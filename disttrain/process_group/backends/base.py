@@ -12,6 +12,7 @@ import torch
 from disttrain.errors import BackendError, SettingError
 from disttrain.process_group._c10d import Reduction
 from disttrain.process_group.work import JoinedWork, TransportWork
+from disttrain.ranks import Ranks
 from disttrain.store import Store
 
 
@@ -57,7 +58,7 @@ class Membership:
 
     name: str
     rank: int
-    ranks: tuple[int, ...]
+    ranks: Ranks
     store: Store
     timeout_s: float
     global_rank: int

@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Protocol
 
+from disttrain.process_group.beside.torch_callers import check_shower
+
 NAMES = (
     *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "allgather_coalesced", "gather"),
     *("scatter", "reduce_scatter", "alltoall", "alltoall_base", "barrier", "monitored_barrier"),
@@ -19,11 +21,17 @@ def add_torch_methods(group_class: type[object]) -> None:
     """Name by name: a class with `__getattr__` takes three times as long for each attribute, at each collective."""
     for name in NAMES:
         setattr(group_class, name, property(partial(_method, name=name)))
+    group_class.__str__ = _text  # type: ignore[method-assign]
 
 
 class _Callable(Protocol):
     callable: Any
     """`ProcessGroup.callable`."""
+
+
+def _text(group: object) -> str:
+    check_shower("group")
+    return repr(group)
 
 
 def _method(group: _Callable, name: str) -> Any:

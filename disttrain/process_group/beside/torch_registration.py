@@ -63,10 +63,10 @@ def _make_known(group: ProcessGroup, device_types: tuple[str, ...]) -> None:
     names = {device_type: kind.short_name() for device_type, kind in kinds.items()}
     is_default = group is group.world.default_group
     name = f"disttrain/{group.group_name}"
-    group.registration = TorchRegistration(made, name, group.ranks, store, names, is_default)
+    group.registration = TorchRegistration(made, name, group.members, store, names, is_default)
     group.torch_group = made
     if is_default:
-        world_of(group).make_ranks_known(lambda made: tell_ranks(made, made.ranks))
+        world_of(group).make_ranks_known(lambda made: tell_ranks(made, made.members))
 
 
 def _check_free(group: ProcessGroup) -> None:

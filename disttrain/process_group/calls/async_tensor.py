@@ -8,9 +8,11 @@ from typing import Any, Self
 import torch
 
 from disttrain.process_group._c10d import without_torch_function, wrapping
+from disttrain.process_group._torch import dispatches
 from disttrain.process_group.work import Work
 
 
+@dispatches
 class AsyncCollectiveTensor(torch.Tensor):
     """The result of a functional collective in eager mode: shape and dtype are known, values come.
 

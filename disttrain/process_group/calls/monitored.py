@@ -1,8 +1,8 @@
-"""A barrier that names absent ranks: ranks sign a list in the store, and the first whose timeout ends reads it."""
+"""A barrier that names absent ranks: ranks sign in the store; the first whose timeout ends asks for all who has not."""
 
 from __future__ import annotations
 
-import json
+from typing import Final
 
 from disttrain.durations import Duration, seconds_or_none_at_all
 from disttrain.errors import CollectiveTimeoutError, StoreTimeoutError
@@ -11,6 +11,10 @@ from disttrain.process_group.current import resolve_group
 from disttrain.process_group.door import issue
 from disttrain.process_group.group import ProcessGroup
 from disttrain.store import PrefixStore
+from disttrain.store.attendance import absent, once
+from disttrain.store.rank_runs import from_runs, in_words, to_runs
+
+_NOBODY: Final = "nobody"
 
 
 def monitored_barrier(
@@ -32,19 +36,19 @@ def _sign_and_wait(group: ProcessGroup, timeout_s: float, names_all: bool) -> Co
     store = PrefixStore(f"{group.group_name}/monitored/{group.sequence}", group.world.store)
     store.set(f"rank/{group.world.rank}", b"")
     if store.add("num_ranks", 1) == group.group_size:
-        store.compare_set("absent", "", "[]")
+        store.compare_set("absent", "", _NOBODY)
     try:
         store.wait(["absent"], timeout_s)
     except StoreTimeoutError:
-        absent = [rank for rank in group.ranks if not store.check([f"rank/{rank}"])]
         # The first verdict holds, so that all ranks that came say the same.
-        store.compare_set("absent", "", json.dumps(absent))
-    absent = json.loads(store.get("absent"))
-    if absent:
+        once(store, "absent", lambda: to_runs(absent(store, "rank/", group.ranks)) or _NOBODY)
+    verdict = store.get("absent").decode()
+    if verdict != _NOBODY:
+        missing = from_runs(verdict)
         raise CollectiveTimeoutError(
             "monitored_barrier",
-            f"ranks {', '.join(map(str, absent))} did not come within {timeout_s:g} s. "
-            f"({_in_torchs_words(group, absent if names_all else absent[:1], timeout_s)})",
+            f"ranks {in_words(sorted(missing))} did not come within {timeout_s:g} s. "
+            f"({_in_torchs_words(group, missing if names_all else missing[:1], timeout_s)})",
             "Look for a rank that died, hangs, or takes another branch.",
             rank=group.world.rank,
             where=f"group {group.group_name}, ranks {group.ranks_text()}, sequence {group.sequence}",
@@ -52,14 +56,14 @@ def _sign_and_wait(group: ProcessGroup, timeout_s: float, names_all: bool) -> Co
     # The ranks that came remove their keys; after a failure, the verdict stays for late ranks.
     store.delete_key(f"rank/{group.world.rank}")
     if store.add("num_gone", 1) == group.group_size:
-        for key in ("num_ranks", "num_gone", "absent"):
+        for key in ("num_ranks", "num_gone", "absent", "absent/tries/0"):
             store.delete_key(key)
     return CompletedWork()
 
 
 def _in_torchs_words(group: ProcessGroup, absent: list[int], timeout_s: float) -> str:
     """The problem in the words of torch's errors, where the first rank waits for all, and the others for its answer."""
-    rank, first = group.world.rank, group.ranks[0]
+    rank, first = group.world.rank, group.members[0]
     if rank != first:
         return (
             f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv from "

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from disttrain.arguments import arguments_of
+from disttrain.arguments import answer_to, arguments_of
 from disttrain.errors import ShapeError
 from disttrain.process_group.calls.checks import peer_rank, root_rank
 from disttrain.process_group.calls.collectives import all_gather_into_tensor, broadcast
@@ -209,7 +209,10 @@ def _before(group: ProcessGroup, operation: str, begins_with: str) -> Iterator[N
     try:
         yield
     except Exception as error:
-        group.refuse(operation, error, begins_with)
+        answer = answer_to(operation, error, group.world.rank) or error
+        group.refuse(operation, answer, begins_with)
+        if answer is not error:
+            raise answer from error
         raise
 
 
@@ -251,7 +254,7 @@ def _raise_own(operation: str, group: ProcessGroup, packed: bytes) -> None:
 def _check_packed(operation: str, group: ProcessGroup, sender: int, data: bytes) -> None:
     if data[:1] == _REASON:
         reason, remedy = unpack(data[1:])
-        problem = f"rank {group.ranks[sender]} has no value that can travel: {reason}"
+        problem = f"rank {group.members[sender]} has no value that can travel: {reason}"
         raise ShapeError(operation, problem, remedy, rank=group.world.rank)
 
 

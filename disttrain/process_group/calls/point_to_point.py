@@ -35,7 +35,7 @@ def isend(
     group = resolve_group("send", group)
     try:
         # The same as `_peer`, without the time of a call.
-        peer = group.group_ranks.get(dst) if dst is not None and group_dst is None else None
+        peer = group.members.position(dst) if dst is not None and group_dst is None else None
         if peer is None or peer == group.group_rank or not tensor.is_contiguous():
             peer = _peer("send", group, tensor, dst, group_dst, "dst")
         run = group.backend_of("send", tensor).send
@@ -60,7 +60,7 @@ def irecv(
     group = resolve_group("recv", group)
     try:
         # As above.
-        peer = group.group_ranks.get(src) if src is not None and group_src is None else None
+        peer = group.members.position(src) if src is not None and group_src is None else None
         if peer is None or peer == group.group_rank or not tensor.is_contiguous():
             run, tensor, peer = _receiving(group, tensor, src, group_src)
         else:
@@ -150,7 +150,7 @@ class P2POp:
     @property
     def peer(self) -> int:
         """The other side's global rank."""
-        return self.group.ranks[self.group_peer]
+        return self.group.members[self.group_peer]
 
 
 @outside_graphs
@@ -217,7 +217,7 @@ def _peer(
     name: str,
 ) -> int:
     """The other end's rank in the group, once both it and the tensor are checked."""
-    peer = group.group_ranks.get(rank) if rank is not None and group_rank is None else None
+    peer = group.members.position(rank) if rank is not None and group_rank is None else None
     if peer is None:
         peer = peer_rank(operation, group, rank, group_rank, name)
     if peer == group.group_rank or not tensor.is_contiguous():

@@ -15,7 +15,7 @@ def ask_to_connect(group: GroupLike, device_type: str) -> None:
     if witness is not None:
         request = {
             "connect": group.group_name,
-            "ranks": group.ranks,
+            "ranks": group.members.plain(),
             "backend": group.backend_name,
             "timeout_s": group.timeout_s,
             "device_type": device_type,

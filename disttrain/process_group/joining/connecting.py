@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from disttrain.errors import BackendError
 from disttrain.process_group.backends import choose_backends
 from disttrain.process_group.group import ProcessGroup
+from disttrain.ranks import Ranks
 
 if TYPE_CHECKING:
     from disttrain.process_group.home import HomeWorld
@@ -36,7 +37,7 @@ class Connecting:
 
     def hear(self, request: dict[str, Any]) -> None:
         """Another rank asks; this one connects beside whatever it does."""
-        if self._world.rank not in request["ranks"]:
+        if self._world.rank not in Ranks.from_plain(request["ranks"]):
             return
         group = self._group(request)
         if group is not None and not group.is_connected(request["device_type"]):
@@ -51,7 +52,7 @@ class Connecting:
             thread.start()
 
     def make(
-        self, name: str, ranks: tuple[int, ...], backend: str | None, timeout_s: float, options: object | None
+        self, name: str, ranks: Ranks, backend: str | None, timeout_s: float, options: object | None
     ) -> ProcessGroup:
         """The group of this name, for who holds `lock`: a new one, or the one that was made in advance."""
         kinds = choose_backends(backend)
@@ -83,6 +84,6 @@ class Connecting:
             if name not in self._in_advance:
                 with suppress(BackendError):  # a backend that is not there: this rank will say so itself
                     kinds = choose_backends(request["backend"])
-                    ranks = tuple(request["ranks"])
+                    ranks = Ranks.from_plain(request["ranks"])
                     self._in_advance[name] = ProcessGroup(self._world, name, ranks, kinds, request["timeout_s"], None)
             return self._in_advance.get(name)

@@ -33,7 +33,7 @@ def leaves_host(group: GroupLike) -> bool:
     Waits for those that have not joined yet.
     """
     if group.spans_hosts is None:
-        ranks = group.ranks
+        ranks = group.members
         step = -(-len(ranks) // _MAX_ASKED)
         sampled = dict.fromkeys((*ranks[::step], ranks[-1]))
         is_known = group.world.tells_host and len(ranks) > 1

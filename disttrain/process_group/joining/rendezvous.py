@@ -19,13 +19,16 @@ from disttrain.errors import RendezvousError, StoreConnectionError, StoreTimeout
 from disttrain.process_group.joining import alone, beside_torch
 from disttrain.settings import Setting
 from disttrain.store import FileStore, PrefixStore, Store, TCPStore, read_token
+from disttrain.store.attendance import absent, once
 from disttrain.store.base import checked_store
 from disttrain.store.protocol.wire import Address
+from disttrain.store.rank_runs import in_words
 from disttrain.version import __version__
 
 T = TypeVar("T")
 _LEAST_S = 0.1
 _OPERATION = "init_process_group"
+_ALL_CAME = "ok"
 
 
 @dataclass(frozen=True)
@@ -243,20 +246,25 @@ def join(store: Store, info: RendezvousInfo, timeout_s: float) -> None:
     elif store.add(f"join/rank/{info.rank}", 1) > 1:
         _fail(store, f"rank {info.rank} was taken twice")
     elif store.add("join/num_ranks", 1) == info.world_size:
-        store.compare_set("join/verdict", "", "ok")
+        store.compare_set("join/verdict", "", _ALL_CAME)
     try:
         store.wait(["join/verdict"], timeout_s)
     except StoreTimeoutError:
-        absent = [rank for rank in range(info.world_size) if not store.check([f"join/rank/{rank}"])]
-        _fail(store, f"after {timeout_s:g} s ranks {absent} of {info.world_size} had not come")
+        once(store, "join/verdict", lambda: _attendance(store, info.world_size, timeout_s))
     verdict = store.get("join/verdict").decode()
-    if verdict != "ok":
+    if verdict != _ALL_CAME:
         raise RendezvousError(
             _OPERATION,
             f"{verdict}.",
             "Start every rank once, with one world size and version; give each world a store or group name of its own.",
             rank=info.rank,
         )
+
+
+def _attendance(store: Store, world_size: int, timeout_s: float) -> str:
+    """The verdict when the time is over: the last rank may have come just now."""
+    ranks = absent(store, "join/rank/", range(world_size))
+    return f"after {timeout_s:g} s ranks [{in_words(ranks)}] of {world_size} had not come" if ranks else _ALL_CAME
 
 
 def _fail(store: Store, problem: str) -> None:

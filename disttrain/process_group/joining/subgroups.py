@@ -41,7 +41,7 @@ def new_subgroups(
             "Give a divisor; without a launcher there is no default.",
             rank=whole.world.rank,
         )
-    cuts = [list(whole.ranks[start : start + size]) for start in range(0, whole.group_size, size)]
+    cuts = [whole.members[start : start + size] for start in range(0, whole.group_size, size)]
     return new_subgroups_by_enumeration(cuts, timeout, backend, pg_options, group_desc)
 
 
@@ -98,7 +98,7 @@ def split_group(
     parent = resolve_group("split_group", parent_pg)
     with arguments_of("split_group", parent.world.rank, _LISTS):
         group_cuts = [sorted(cut) for cut in split_ranks or ()]
-        cuts = [[parent.ranks[parent.checked_group_rank("split_group", rank)] for rank in cut] for cut in group_cuts]
+        cuts = [[parent.members[parent.checked_group_rank("split_group", rank)] for rank in cut] for cut in group_cuts]
     joined = _subgroups("split_group", cuts, timeout, backend, pg_options, sort_ranks=False)[0]
     return joined if isinstance(joined, ProcessGroup) else None
 

@@ -327,7 +327,7 @@ def _watch(channels: PeerChannels) -> None:
             if now != seen or not missing:
                 seen, since_s = now, time.monotonic()
             elif time.monotonic() - since_s > group.timeout_s:
-                ranks = ", ".join(str(group.ranks[peer]) for peer in missing)
+                ranks = ", ".join(str(group.members[peer]) for peer in missing)
                 error = CollectiveTimeoutError(
                     "recv",
                     f"nothing has come from rank {ranks}, nor been taken there, within {group.timeout_s:g} s.",

@@ -120,7 +120,8 @@ class Comparing:
             wait.key = key
             return
         rank, first_call = json.loads(first)
-        if mismatch({rank: first_call, self._world.rank: call}):
+        # All that do not fit to the first find it out together: one asks the others, and speaks for all.
+        if mismatch({rank: first_call, self._world.rank: call}) and self._world.store.add(f"{key}/asked", 1) == 1:
             self._ask(group, wait.sequence)
 
     def _may_ask(self, group_name: str, wait: _Wait) -> bool:

@@ -108,7 +108,7 @@ def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
 def get_global_rank(group: ProcessGroup | None, group_rank: int) -> int:
     """The global rank of the group's member `group_rank`. Raises GroupError when it is out of range."""
     group = resolve_group("get_global_rank", group)
-    return group.ranks[group.checked_group_rank("get_global_rank", group_rank)]
+    return group.members[group.checked_group_rank("get_global_rank", group_rank)]
 
 
 def get_group_rank(group: ProcessGroup | None, global_rank: int) -> int:

@@ -6,11 +6,12 @@ once at each replay, so that ranks count alike whether they replay a step or run
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
 from disttrain.process_group.current import current_world, has_world
+from disttrain.process_group.interfaces import GroupLike
 
 
 class Replays(Protocol):
@@ -41,7 +42,10 @@ class Replays(Protocol):
 
 
 class _Untold:
-    """Replays that nobody records."""
+    """Replays that nobody records, of a step that may use these groups."""
+
+    def __init__(self, groups: Sequence[GroupLike]) -> None:
+        self._groups = groups
 
     def begin_graph(self) -> None:
         pass
@@ -50,7 +54,7 @@ class _Untold:
         pass
 
     def obstacle(self) -> str:
-        return ""
+        return ended_group(self._groups)
 
     def begin(self, *, is_first: bool = False) -> None:
         pass
@@ -62,9 +66,14 @@ class _Untold:
 @contextmanager
 def listed_operations() -> Iterator[Replays]:
     """Has the recorder list what the current world's ranks call within, in place of recording it."""
-    recorder = current_world("capture_step").recorder if has_world() else None
-    if recorder is None:
-        yield _Untold()
+    world = current_world("capture_step") if has_world() else None
+    if world is None or world.recorder is None:
+        yield _Untold(() if world is None else world.groups)
     else:
-        with recorder.listing() as replays:
+        with world.recorder.listing() as replays:
             yield replays
+
+
+def ended_group(groups: Iterable[GroupLike]) -> str:
+    """Which of these groups has ended, as `Replays.obstacle` says it; empty where none has."""
+    return next((f"group {group.group_name} has ended: {group.ended_by}" for group in groups if group.ended_by), "")

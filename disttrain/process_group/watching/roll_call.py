@@ -7,11 +7,14 @@ only computes for too long. It costs nothing until someone asks.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from disttrain.errors import StoreError
 from disttrain.process_group.watching.comparing import Answer, ask_members, left_text, members_left, mismatch
+from disttrain.store.rank_runs import is_among, to_runs
 
 if TYPE_CHECKING:
     from disttrain.process_group.interfaces import GroupLike
@@ -22,27 +25,42 @@ _MAX_NAMED = 8
 def absent_text(group: GroupLike, sequence: int, peer_rank: int | None) -> str:
     """`: rank 1 is at sequence 4 (barrier) and now at train.py:9 in load, rank 2 does not answer`.
 
-    Of a message (sequence 0) its other end alone. Empty when that cannot be told.
+    Of a message (sequence 0) its other end alone. Empty when that cannot be told. All that wait in a collective time
+    out together, and would ask everybody the same: so the first asks, and the others read what it has found.
     """
-    if group.world.witness is None or (not sequence and peer_rank is None):
+    witness = group.world.witness
+    if witness is None or (not sequence and peer_rank is None):
         return ""
+    if not sequence:
+        assert peer_rank is not None
+        return _found(group, 0, (group.members[peer_rank],))[1]
+    rank = group.world.rank
+    with suppress(StoreError):
+        for attempt in itertools.count():
+            name = f"absent/{group.group_name}/{sequence}/{attempt}"
+            absent, _, text = witness.once(name, lambda: " ".join(_found(group, sequence, group.ranks))).partition(" ")
+            if not is_among(absent, rank):
+                return text
+            # It came later than that was found out: what was true then is not any more.
+    return ""
+
+
+def _found(group: GroupLike, sequence: int, awaited: Sequence[int]) -> tuple[str, str]:
+    """The ranks of `awaited` that have not come, as runs, and the text for all that wait for them."""
     gone = _left(group)
-    answers = ask_members(group, sequence)
-    awaited = group.ranks if peer_rank is None or sequence else (group.ranks[peer_rank],)
-    absent = [
-        left_text({rank: gone[rank]}) if rank in gone else f"rank {rank} {_state(answers.get(rank), sequence)}"
-        for rank in awaited
-        if rank != group.world.rank and not _has_come(answers.get(rank), sequence)
-    ]
+    answers = ask_members(group, sequence, awaited)
+    absent = [rank for rank in awaited if rank != group.world.rank and not _has_come(answers.get(rank), sequence)]
     if absent:
+        states = [
+            left_text({rank: gone[rank]}) if rank in gone else f"rank {rank} {_state(answers.get(rank), sequence)}"
+            for rank in absent[:_MAX_NAMED]
+        ]
         more = f", and {len(absent) - _MAX_NAMED} more ranks" if len(absent) > _MAX_NAMED else ""
-        return f": {', '.join(absent[:_MAX_NAMED])}{more}"
+        return to_runs(absent), f": {', '.join(states)}{more}"
     problem = mismatch({rank: said["call"] for rank, said in answers.items()})
-    return (
-        f": all ranks came, but called different things: {problem}"
-        if problem
-        else ": all ranks came, but not all in time"
-    )
+    if problem:
+        return "", f": all ranks came, but called different things: {problem}"
+    return "", ": all ranks came, but not all in time"
 
 
 def gone_text(group: GroupLike) -> str:

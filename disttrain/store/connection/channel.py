@@ -12,15 +12,15 @@ The invariant: while a thread is parked, either some thread leads or a parked th
 from __future__ import annotations
 
 import itertools
-import os
 import socket
 import struct
 import threading
 from time import monotonic
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from disttrain.errors import StoreConnectionError, StoreError, StoreLimitError, StoreTimeoutError
 from disttrain.store.connection.dial import Dialer
+from disttrain.store.connection.forks import FORKS
 from disttrain.store.protocol.handshake import to_address
 from disttrain.store.protocol.limits import SETTING_OF
 from disttrain.store.protocol.wire import NEWS, NOT_A_REQUEST, Answer, Encoder, Op, WireError
@@ -38,17 +38,15 @@ _MOST_READ_BYTES: Final = 1 << 20
 _TIMER_STEP_S: Final = 1.0
 
 
-class _Forks:
-    """Counts the forks that led to this process."""
-
-    num_forks = 0
-
-    def count(self) -> None:
-        self.num_forks += 1
+_CLOSED: Final = "it was closed"
+_RELEASED: Final[Answer] = (NOT_A_REQUEST, None)
+"""In place of the answer to a request whose owner was released."""
 
 
-_FORKS: Final = _Forks()
-os.register_at_fork(after_in_child=_FORKS.count)
+class Owner(Protocol):
+    """Whose a request is, where several share a channel: `is_closed` before it is released."""
+
+    is_closed: bool
 
 
 class _Call:
@@ -58,6 +56,7 @@ class _Call:
     """
 
     request: tuple[Any, ...]
+    owner: Owner | None = None
     was_sent = False
     answer: Answer | None = None
     wake: threading.Lock | None = None
@@ -67,10 +66,10 @@ class Channel:
     """Requests and answers over the links that `dialer` makes."""
 
     def __init__(self, dialer: Dialer, timeout_s: float) -> None:
-        self._dialer = dialer
+        self.dialer = dialer
         self._encode = Encoder().encode
         self._socket, self._decoder, self._frame_bytes = dialer.dial(timeout_s)
-        self._num_forks = _FORKS.num_forks
+        self._num_forks = FORKS.num_forks
         self._ids = itertools.count()
         # Guards the next three, and what is sent.
         self._send_lock = threading.Lock()
@@ -90,15 +89,20 @@ class Channel:
     @property
     def where(self) -> str:
         """The server's address, for messages."""
-        return self._dialer.where
+        return self.dialer.where
 
-    def request(self, op: Op, arguments: tuple[Any, ...], wait_s: float) -> Answer:
+    @property
+    def is_broken(self) -> bool:
+        """True where it is of no further use to this process."""
+        return bool(self._broken) or self._num_forks != FORKS.num_forks
+
+    def request(self, op: Op, arguments: tuple[Any, ...], wait_s: float, owner: Owner | None = None) -> Answer:
         """Ask, and wait for the answer: `wait_s` for the server to give it, then SLACK_S for any sign of life.
 
         Raises StoreTimeoutError when no answer came, StoreConnectionError when the connection is broken and not to be
-        had back, StoreLimitError for a request over the server's frame limit. Any thread may call.
+        had back, or `owner` closed, StoreLimitError for a request over the server's frame limit. Any thread may call.
         """
-        if self._num_forks != _FORKS.num_forks:
+        if self._num_forks != FORKS.num_forks:
             raise self._forked(op)
         request_id = next(self._ids)
         request = (request_id, op, *arguments)
@@ -109,22 +113,28 @@ class Channel:
         deadline_s = monotonic() + timeout_s
         call = _Call()
         call.request = request
+        if owner is not None:
+            call.owner = owner
         try:
             with self._mutex:
-                if self._broken:
+                if self._broken or (owner is not None and owner.is_closed):
                     raise self._gone(op)
                 self._calls[request_id] = call
                 if self._leader is None:
                     self._leader = call
             self._send(op, call, frame, timeout_s)
-            return self._lead(op, call, deadline_s) if self._leader is call else self._await(op, call, deadline_s)
+            wait = self._lead if self._leader is call else self._await
+            answer = wait(op, call, deadline_s)
+            if answer is _RELEASED:
+                raise self._gone(op)
+            return answer
         except BaseException:
             self._abandon(request_id, call)
             raise
 
-    def close(self, reason: str = "it was closed") -> None:
+    def close(self, reason: str = _CLOSED) -> None:
         """Fail every request under way and all that follow. Idempotent."""
-        if self._num_forks != _FORKS.num_forks:
+        if self._num_forks != FORKS.num_forks:
             # The parent still uses the connection: let go of our descriptor of it, no more.
             self._socket.close()
             return
@@ -132,7 +142,7 @@ class Channel:
             if self._broken:
                 return
             self._broken = reason
-            self._dialer.give_up()
+            self.dialer.give_up()
             if self._send_lock.acquire(blocking=False):
                 self._tell((next(self._ids), Op.LEAVE))
                 self._send_lock.release()
@@ -142,6 +152,23 @@ class Channel:
                 call.wake.release()
             self._parked.clear()
             self._close_unused_socket()
+
+    def release(self, owner: Owner) -> None:
+        """Fail the requests of `owner`, which has closed; the others go on."""
+        if self._num_forks != FORKS.num_forks:
+            return
+        with self._mutex:
+            request_ids = [request_id for request_id, call in self._calls.items() if call.owner is owner]
+            for request_id in request_ids:
+                call = self._calls.pop(request_id)
+                call.answer = _RELEASED
+                if self._parked.pop(call, call) is None:
+                    assert call.wake is not None
+                    call.wake.release()
+        # The server's word that it has forgotten them is what a thread that leads reads next; then another one leads.
+        with self._send_lock:
+            for request_id in request_ids:
+                self._tell((next(self._ids), Op.CANCEL, request_id))
 
     def break_link(self) -> None:
         """Let whoever waits for an answer ask for it again, on another link."""
@@ -252,7 +279,7 @@ class Channel:
         elif request_id == NOT_A_REQUEST:
             raise WireError("store", f"the server hung up: {answer[1]}.")
         elif request_id == NEWS:
-            self._dialer.standby = to_address(answer[1])
+            self.dialer.standby = to_address(answer[1])
 
     def _reconnect(self, op: Op, deadline_s: float) -> None:
         """The link is gone: make another one, and send on it what has no answer yet."""
@@ -262,7 +289,7 @@ class Channel:
             self._is_up = False
             self._shut_down()
             try:
-                link = None if self._broken else self._dialer.redial(deadline_s)
+                link = None if self._broken else self.dialer.redial(deadline_s)
             except StoreError as error:
                 self.close(f"{error.problem.rstrip('.')}")
                 raise self._gone(op) from None
@@ -344,14 +371,14 @@ class Channel:
         )
 
     def _gone(self, op: Op) -> StoreError:
-        problem = f"the connection to the store is gone: {self._broken}."
+        problem = f"the connection to the store is gone: {self._broken or _CLOSED}."
         return StoreConnectionError(op.name.lower(), problem, "See whether its server is alive.", where=self.where)
 
     def _not_back(self, op: Op) -> StoreError:
         problem = "the connection to the store is gone, and there was no other within the timeout."
         remedy = "See whether its server is alive, and the network to it."
         # Where there is a standby, one of the two will answer, or both be gone.
-        kind = StoreConnectionError if self._dialer.standby is None else StoreTimeoutError
+        kind = StoreConnectionError if self.dialer.standby is None else StoreTimeoutError
         return kind(op.name.lower(), problem, remedy, where=self.where)
 
     def _frozen(self, op: Op, timeout_s: float) -> StoreError:

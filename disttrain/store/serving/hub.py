@@ -125,7 +125,7 @@ class Hub:
     def _answers(self, connection: int, session: Session, messages: list[Message], now_s: float) -> list[Action]:
         """Actions that follow from a client's requests, for it and for others."""
         encoded: list[bytes] = []
-        actions: list[Action] = []
+        woken: list[tuple[int, Message]] = []
         farewell: list[Action] = []
         for message in messages:
             if message and self.state.waits(connection, message[0]):
@@ -154,7 +154,8 @@ class Hub:
                 session.keep(reply)
             encoded.append(self._encode(reply))
             if len(replies) > 1:
-                actions += map(self._woken, replies[1:])
+                woken += replies[1:]
+        actions = self._woken_together(woken) if woken else []
         if encoded:
             actions.append((connection, encoded[0] if len(encoded) == 1 else b"".join(encoded), ""))
         actions += farewell
@@ -254,6 +255,14 @@ class Hub:
         assert session is not None
         session.woken(reply)
         return connection, self._encode(reply), ""
+
+    def _woken_together(self, replies: list[tuple[int, Message]]) -> list[Action]:
+        """Answers to requests that were parked, one action for each connection: a proxy's has many."""
+        frames: dict[int, list[bytes]] = {}
+        for outgoing in replies:
+            connection, frame, _ = self._woken(outgoing)
+            frames.setdefault(connection, []).append(frame)
+        return [(connection, b"".join(parts), "") for connection, parts in frames.items()]
 
     def _present(self, term: int) -> Iterator[Message]:
         return present_state(self.state, self._sessions, self._name_of, term)

@@ -38,6 +38,7 @@ from disttrain.settings import (
 from disttrain.signals import blocked_for_a_helper
 from disttrain.store.protocol.limits import Limits
 from disttrain.store.protocol.wire import Decoder, Message, WireError, encode
+from disttrain.store.proxy.address import UpstreamAddress
 from disttrain.store.server import ENGINES, READY, ServerConfig
 from disttrain.store.standby.follower import Following
 from disttrain.store.tls.certificates import Certificates
@@ -145,6 +146,7 @@ def spawn_server(
     certificates: Certificates | None = None,
     following: Following | None = None,
     listen_fd: int | None = None,
+    upstream: UpstreamAddress | None = None,
 ) -> ServerProcess:
     """Start a server that listens on `host` ("": every address) and `port` (0: any that is free).
 
@@ -154,7 +156,9 @@ def spawn_server(
             limits  None: those of the environment's settings;
             certificates  for TLS; None: those of the environment's settings, and without any there is no TLS;
             following  it is the standby of that server: takes over when that is dead, and ends when it cannot;
-            listen_fd  a socket that is bound already, in place of `host` and `port`; from now on it is the server's.
+            listen_fd  a socket that is bound already, in place of `host` and `port`; from now on it is the server's;
+            upstream  it is a proxy: passes on what its clients ask to the server there, over one connection without
+            TLS, and ends when that server is gone.
     Raises: StoreAuthError without a token on a public address; StoreAddressError when the address cannot be had;
             StoreError when the server does not start; SettingError for an unknown engine, for what cannot be a host
             name, and for certificates that cannot be used.
@@ -162,7 +166,7 @@ def spawn_server(
     engine = engine or STORE_ENGINE.read()
     if engine is not None and engine not in ENGINES:
         raise SettingError("spawn_server", f"there is no engine {engine!r}.", f"Use one of {', '.join(ENGINES)}.")
-    certificates = certificates or certificates_from_settings()
+    certificates = None if upstream is not None else certificates or certificates_from_settings()
     if certificates is not None and not certificates.cert_file:
         problem = "the store shall be used over TLS, and there is no certificate for its server."
         raise SettingError("spawn_server", problem, f"Set {STORE_TLS_CERT.name} and {STORE_TLS_KEY.name}.")
@@ -170,7 +174,16 @@ def spawn_server(
         problem = f"the descriptor {listen_fd} (master_listen_fd) is no socket."
         raise SettingError("spawn_server", problem, "Give the fileno() of a socket that is bound, and detach() it.")
     config = ServerConfig(
-        host, port, token, engine, linger_s, limits or limits_from_settings(), certificates, following, listen_fd
+        host,
+        port,
+        token,
+        engine,
+        linger_s,
+        limits or limits_from_settings(),
+        certificates,
+        following,
+        listen_fd,
+        upstream,
     )
     server_stdin, to_server = os.pipe()
     from_server, server_stdout = os.pipe()

@@ -1,7 +1,7 @@
 """Parts that the two libuv shells share: connections, the hub's actions, the end.
 
-A shell subclasses `Shell` with five methods (run, stop, stop listening, timer, call) and hands it a `Peer` for each
-connection.
+A shell subclasses `Shell` with seven methods (run, stop, stop listening, timer, call, watch, unwatch) and hands it a
+`Peer` for each connection.
 """
 
 from __future__ import annotations
@@ -105,6 +105,18 @@ class Shell(ABC):
     def call_soon(self, function: Callable[[], None]) -> None:
         """Let the loop call `function`; from any thread."""
 
+    @abstractmethod
+    def watch(self, connection: socket.socket, readable: Callable[[], None]) -> None:
+        """Call `readable` whenever `connection`, which is not a peer's, has something to read, until `unwatch`."""
+
+    @abstractmethod
+    def unwatch(self, connection: socket.socket) -> None:
+        """See `watch`; before it is closed."""
+
+    def carry_out(self, actions: list[Action]) -> None:
+        """Do what a hub has answered to something that came from no peer."""
+        self._do(actions, time.monotonic())
+
     def take_over(self, replica: Replica) -> None:
         """Serve what a standby knows."""
         now_s = time.monotonic()
@@ -114,7 +126,11 @@ class Shell(ABC):
 
     def give_up(self, reason: str) -> None:
         """A standby that cannot take over any more ends: nobody shall wait for it."""
-        self._log.say(f"disttrain store: this standby is of no use any more: {reason}", time.monotonic())
+        self.end(f"this standby is of no use any more: {reason}")
+
+    def end(self, reason: str) -> None:
+        """Serve nobody any more."""
+        self._log.say(f"disttrain store: {reason}", time.monotonic())
         self.stop()
 
     def connected(self, peer: Peer) -> int:

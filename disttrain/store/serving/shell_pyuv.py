@@ -78,6 +78,7 @@ class PyuvShell(Shell):
         self._timer = pyuv.Timer(self._loop)
         self._calls: deque[Callable[[], None]] = deque()
         self._wake = pyuv.Async(self._loop, self._call)
+        self._watched: dict[socket.socket, Any] = {}
 
     def run(self, listener: socket.socket, parent: int) -> None:
         self._server.open(listener.detach())
@@ -96,6 +97,13 @@ class PyuvShell(Shell):
     def call_soon(self, function: Callable[[], None]) -> None:
         self._calls.append(function)
         self._wake.send()
+
+    def watch(self, connection: socket.socket, readable: Callable[[], None]) -> None:
+        poll = self._watched[connection] = pyuv.Poll(self._loop, connection.fileno())
+        poll.start(pyuv.UV_READABLE, lambda _poll, _events, _error: readable())
+
+    def unwatch(self, connection: socket.socket) -> None:
+        self._watched.pop(connection).close()
 
     def _call(self, _wake: Any) -> None:
         # libuv makes one call of several wake-ups.

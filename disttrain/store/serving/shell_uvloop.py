@@ -75,6 +75,12 @@ class UvloopShell(Shell):
     def call_soon(self, function: Callable[[], None]) -> None:
         self._loop.call_soon_threadsafe(function)
 
+    def watch(self, connection: socket.socket, readable: Callable[[], None]) -> None:
+        self._loop.add_reader(connection, readable)
+
+    def unwatch(self, connection: socket.socket) -> None:
+        self._loop.remove_reader(connection)
+
     def start_timer(self, delay_s: float) -> None:
         if self._timer is not None:
             self._timer.cancel()

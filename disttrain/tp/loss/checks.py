@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from disttrain.dtensor.spec.shard_sizes import piece
 from disttrain.errors import ArgumentError, ShapeError
+from disttrain.pieces import piece
 from disttrain.process_group import ProcessGroup
 
 NAME = "vocab_parallel_cross_entropy"

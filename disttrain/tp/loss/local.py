@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from disttrain.dtensor.spec.shard_sizes import piece
 from disttrain.errors import DisttrainError
 from disttrain.kernels.choice import wide_dtype
 from disttrain.kernels.cross_entropy.pieces import LossTerms, weights_of
+from disttrain.pieces import piece
 from disttrain.process_group import ProcessGroup
 from disttrain.tp.loss.checks import NAME, LossOptions, check_options, check_part
 from disttrain.tp.loss.rows import loss_of_classes, loss_of_probabilities

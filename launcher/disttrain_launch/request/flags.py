@@ -216,6 +216,12 @@ def _add_ending(parser: Parser) -> None:
         action="store_true",
         help="with --nnodes 2:4: the job ends with node 0, which has its store",
     )
+    add_flag(
+        group,
+        "--no-store-proxy",
+        action="store_true",
+        help="each worker connects to the store itself, not by its node's one connection",
+    )
     add_flag(group, "--max-restarts", type=int, default=0, metavar="N", help="restarts after failures (default: 0)")
     add_flag(
         group,

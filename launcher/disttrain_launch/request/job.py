@@ -77,6 +77,11 @@ class LogPlan:
         """Whether last words are held back until it is known who is to blame."""
         return not (self.is_quiet or self.is_verbose)
 
+    @property
+    def wants_all(self) -> bool:
+        """Whether what ranks say that are not to blame is shown or kept, too."""
+        return self.is_verbose or self.directory is not None
+
     def keeps(self, local_rank: int, stream: int) -> bool:
         if self.only_file.is_empty and self.file_and_screen.is_empty:
             return self.directory is not None
@@ -128,6 +133,8 @@ class JobSpec:
     """A node that is silent for so many beats is lost."""
     has_standby: bool = True
     """Whether the store of an elastic job has a standby on another node."""
+    has_store_proxy: bool = True
+    """Whether several workers of a node use the store of several nodes over one connection."""
     max_restarts: int = 0
     max_quick_failures: int = 3
     """See `Terms`."""

@@ -64,6 +64,7 @@ def job_spec(args: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec:
         stop_grace_s=_seconds("--stop-grace", args.stop_grace),
         shutdown_timeout_s=_seconds("--shutdown-timeout", args.shutdown_timeout),
         has_standby=not args.no_standby,
+        has_store_proxy=not args.no_store_proxy,
         max_restarts=_count("--max-restarts", args.max_restarts),
         max_quick_failures=_count("--max-quick-failures", args.max_quick_failures),
         may_differ=args.allow_different_commands,

@@ -125,6 +125,7 @@ class Agent:
             stop_grace_s=self._spec.stop_grace_s,
             shutdown_timeout_s=self._spec.shutdown_timeout_s,
             asks_for_dumps=True,
+            shows_all=self._spec.logs.wants_all,
         )
         came = self._signals.read()
         self._was_noticed |= signal.SIGUSR1 in came

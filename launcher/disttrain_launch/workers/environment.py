@@ -28,6 +28,8 @@ class Meeting:
     """Where the store is by now, and its standby; None: it stays where it was."""
     server_fd: int | None = None
     """Readable when the store's server has ended, where workers alone use it: else those who use it notice."""
+    proxy: Callable[[], Address | None] | None = None
+    """Where workers find the store on their own node, as long as that passes on what they ask."""
 
     @property
     def endpoint(self) -> str:
@@ -36,7 +38,9 @@ class Meeting:
 
     @property
     def endpoints(self) -> str:
-        """The store's `host:port`, and its standby's after a comma."""
+        """For workers: the store's `host:port`, and its standby's after a comma; or the proxy's."""
+        if self.proxy is not None and (near := self.proxy()) is not None:
+            return _endpoint(*near)
         address, standby = (self.store_addr, self.store_port), None
         if self.addresses is not None:
             address, standby = self.addresses()

@@ -129,5 +129,7 @@ def outweighs(outcome: Outcome, cause: Outcome) -> bool:
             return True  # The workers were told to go, and have saved.
         case Failed(), Failed():
             return cause.is_consequence and not outcome.is_consequence
+        case Lost(), Failed():
+            return cause.is_consequence  # What the worker missed was node 0's store, or the nodes that are lost.
         case _:
             return False

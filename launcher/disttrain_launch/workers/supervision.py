@@ -23,7 +23,8 @@ KILL_S = 5.0
 PATIENCE_S = 10.0
 """How long after the first worker has ended well it is said that others are waited for."""
 SETTLE_S = 3.0
-"""How long the others may take to end by themselves, where the first to end says that another is to blame."""
+"""How long the others may take to end by themselves, where the first to end says that another is to blame, or where
+what all of them say is shown or kept."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
@@ -114,6 +115,7 @@ class Supervision:
         stop_grace_s: float,
         shutdown_timeout_s: float,
         asks_for_dumps: bool = False,
+        shows_all: bool = False,
     ) -> None:
         self._alive = set(local_ranks)
         self._num_workers = len(self._alive)
@@ -122,6 +124,7 @@ class Supervision:
         self._stop_grace_s = stop_grace_s
         self._shutdown_timeout_s = shutdown_timeout_s
         self._asks_for_dumps = asks_for_dumps
+        self._shows_all = shows_all
         self._is_dumping = False
         self._is_killed = False
         self._sent: set[int] = set()
@@ -214,7 +217,8 @@ class Supervision:
             return [Send(number, with_children=True), SetDeadline(self._shutdown_timeout_s)]
         if self._asks_for_dumps:
             self._is_dumping = True
-            return [AskForDumps(SETTLE_S if isinstance(cause, Failed) and cause.is_consequence else 0.0)]
+            settles = isinstance(cause, Failed) and (cause.is_consequence or self._shows_all)
+            return [AskForDumps(SETTLE_S if settles else 0.0)]
         return self._terminate()
 
     def _terminate(self) -> list[Command]:

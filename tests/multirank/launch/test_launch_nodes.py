@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
 from disttrain.store import Certificates
@@ -48,6 +49,35 @@ def test_two_nodes_are_one_job(launches: Launches, port: int) -> None:
     assert (first.exit_code, second.exit_code) == (0, 0)
     assert sorted(first.lines) == ["[rank 0] 0 0 0 4 2 2", "[rank 1] 0 1 1 4 2 2"]
     assert sorted(second.lines) == ["[rank 2] 1 2 0 4 2 2", "[rank 3] 1 3 1 4 2 2"]
+
+
+@pytest.mark.parametrize("flags", [[], ["--no-store-proxy"]], ids=["proxy", "direct"])
+def test_the_store_has_a_connection_of_a_node_and_not_of_its_ranks(
+    launches: Launches, port: int, flags: list[str]
+) -> None:
+    script = launches.script(f"""
+        import os, psutil
+        from disttrain.store import TCPStore
+        host, port = os.environ["DISTTRAIN_STORE"].rsplit(":", 1)
+        store = TCPStore(host, int(port), timeout=20)
+        listener = store.listener()
+        listener.barrier("all here", 6)
+        ends = psutil.net_connections("tcp")
+        used = sum(end.laddr.port == {port} and end.status == "ESTABLISHED" for end in ends)
+        store.barrier("counted", 6)
+        print(port == "{port}", used)
+        store.barrier("said", 6)
+        listener.close()
+        store.close()
+    """)
+    launches.run("--new-token", "token")
+    argv = ["--nproc-per-node", "3", "--token-file", "token", *flags, script]
+    nodes = [start(launches, port, rank, *argv) for rank in range(2)]
+    ended = [launches.end(node) for node in nodes]
+    assert [node.exit_code for node in ended] == [0, 0], ended[0].stderr
+    # Each launcher has one; besides it has each node's proxy, or two of each worker.
+    said = "True 14" if flags else "False 4"
+    assert [line.partition("] ")[2] for node in ended for line in node.lines] == [said] * 6
 
 
 def tls(certificates: Certificates, folder: Path, *kinds: str) -> dict[str, str]:
@@ -239,3 +269,30 @@ def test_a_killed_launcher_of_another_node_is_missed(launches: Launches, port: i
     ended = launches.end(nodes[0], limit_s=25.0)
     assert ended.exit_code == 1
     assert "gave no sign of life for 8 s; the job was stopped." in ended.stderr
+
+
+def test_a_proxy_that_dies_fails_its_node_and_the_next_round_does_without(launches: Launches, port: int) -> None:
+    script = launches.script(f"""
+        import os
+        from disttrain.store import TCPStore
+        host, port = os.environ["DISTTRAIN_STORE"].rsplit(":", 1)
+        store = TCPStore(host, int(port), timeout=60)
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            print("waiting", flush=True)
+            store.wait(["never"])
+        store.barrier("again", 4)
+        print(port == "{port}")
+        store.close()
+    """)
+    argv = ["--nproc-per-node", "2", "--max-restarts", "1", script]
+    nodes = [start(launches, port, rank, *argv) for rank in range(2)]
+    for node in nodes:
+        launches.ready(node, 2)
+    (proxy,) = [
+        child for child in psutil.Process(nodes[1].pid).children() if "disttrain.store.server" in child.cmdline()
+    ]
+    proxy.kill()
+    ended = [launches.end(node) for node in nodes]
+    assert [node.exit_code for node in ended] == [0, 0], ended[1].stderr
+    said = [[line.partition("] ")[2] for line in node.lines if "waiting" not in line] for node in ended]
+    assert said == [["False"] * 2, ["True"] * 2]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from disttrain import REQUEUE_EXIT_CODE
+from tests.multirank.gated_storage import GatedStorage
 
 if TYPE_CHECKING:
     from tests.multirank.launch.conftest import Ended, Launches
@@ -62,7 +63,7 @@ def wait_for(is_so: Callable[[], bool], nodes: Sequence[subprocess.Popen[str]]) 
 
 
 def start(
-    launches: Launches, folder: Path, num_workers: int, *, num_nodes: int = 1, port: int = 0
+    launches: Launches, folder: Path, num_workers: int, *how: str, num_nodes: int = 1, port: int = 0
 ) -> list[subprocess.Popen[str]]:
     folder.mkdir(exist_ok=True)
     for pid in folder.glob("pid-*"):
@@ -73,7 +74,7 @@ def start(
             [*flags[0], "--nnodes", str(num_nodes), "--node-rank", str(node), "--master-port", str(port)]
             for node in range(num_nodes)
         ]
-    return [launches.start(*these, str(SCRIPT), str(folder), str(NUM_STEPS)) for these in flags]
+    return [launches.start(*these, str(SCRIPT), str(folder), str(NUM_STEPS), *how) for these in flags]
 
 
 def ended(launches: Launches, nodes: Sequence[subprocess.Popen[str]]) -> list[Ended]:
@@ -113,6 +114,29 @@ def test_whenever_and_however_it_is_told_no_step_is_lost_or_done_twice(
     (only,) = ended(forked_launches, start(forked_launches, folder, num_ranks))
     assert only.exit_code == 0, only.stderr
     assert (folder / "losses").read_text() == undisturbed(num_ranks)
+
+
+@pytest.mark.parametrize("how", ["save", "async_save"])
+def test_a_notice_within_a_save_loses_no_step(
+    forked_launches: Launches, undisturbed: Callable[[int], str], how: str
+) -> None:
+    folder = forked_launches.folder / "told"
+    gate = forked_launches.folder / "gate"
+    for name in ("SIGTERM to the launcher", "SIGTERM to a rank"):
+        storage = GatedStorage(str(gate))
+        with storage.shut():
+            nodes = start(forked_launches, folder, 2, how, str(gate))
+            storage.wait_until_reached()  # data are about to be written, and wait
+            NOTICES[name](nodes, folder)
+            time.sleep(0.3)
+            assert nodes[0].poll() is None
+        (only,) = ended(forked_launches, nodes)
+        assert only.exit_code == REQUEUE_EXIT_CODE, (name, only.stderr)
+        assert "Traceback" not in only.stderr
+        gate = forked_launches.folder / "second gate"
+    (only,) = ended(forked_launches, start(forked_launches, folder, 2))
+    assert only.exit_code == 0, only.stderr
+    assert (folder / "losses").read_text() == undisturbed(2)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM to the launcher", "SIGUSR1 to the launcher", "SIGTERM to a rank"])

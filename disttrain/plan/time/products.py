@@ -1,0 +1,38 @@
+"""Estimates the time of a matrix product by its shape.
+
+A product is computed in tiles, each by one multiprocessor, as many at a time as there are: a last round of few tiles
+takes as long as a full one, and smaller tiles, of which more fit, read more for each result. Of some tile sizes the
+best one for a shape is taken, as cuBLAS does. Source: NVIDIA, "Matrix Multiplication Background User's Guide", on tile
+and wave quantization. What the hardware attains is said for the product that `--measure` runs.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Final
+
+from disttrain.plan.time.hardware import Hardware
+
+MEASURED: Final = 8192
+"""Rows and columns of the product whose rate a `Hardware` has."""
+_TILES: Final = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (64, 128, 0.85), (64, 64, 0.7))
+"""Rows, columns, and the rate in rounds that are full: that of the largest is 1."""
+
+
+def product_s(hardware: Hardware, flops_per_s: float, rows: float, columns: float, inner: float) -> float:
+    """Of a matrix of `rows` x `inner` and one of `inner` x `columns`; `flops_per_s` of a large one."""
+    share = _filled(hardware.num_multiprocessors, round(rows), round(columns))
+    large = _filled(hardware.num_multiprocessors, MEASURED, MEASURED)
+    return 2 * rows * columns * inner / flops_per_s * max(1.0, large / share)
+
+
+@cache
+def _filled(num_multiprocessors: int, rows: int, columns: int) -> float:
+    """The share of the best rate that a product of this shape attains."""
+    best = 0.0
+    for tile_rows, tile_columns, rate in _TILES:
+        num_tiles = -(-rows // tile_rows) * -(-columns // tile_columns)
+        rounds = -(-num_tiles // num_multiprocessors)
+        needed = rows * columns / (tile_rows * tile_columns)
+        best = max(best, rate * needed / (rounds * num_multiprocessors))
+    return best

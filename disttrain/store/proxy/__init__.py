@@ -1,0 +1,1 @@
+"""A server's place on each node: it passes on what the node's ranks ask, over one connection."""

@@ -1,0 +1,170 @@
+"""A proxy's connection to the server: sends what has come by then in one piece, and connects anew when it breaks.
+
+All but connecting happens in the loop of the shell.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+import time
+from typing import Final, cast
+
+from disttrain.errors import StoreError
+from disttrain.store.connection.dial import Dialer, Link
+from disttrain.store.protocol.handshake import to_address
+from disttrain.store.protocol.sessions import SESSION_S
+from disttrain.store.protocol.wire import NEWS, NOT_A_REQUEST, Message, Op, WireError, encode
+from disttrain.store.proxy.address import UpstreamAddress
+from disttrain.store.proxy.hub import ProxyHub
+from disttrain.store.serving.shell import Shell
+
+_READ_BYTES: Final = 256 << 10
+_QUIET_S: Final = 0.0005
+_LEAVING: Final = 0
+"""The number of a request that has no answer."""
+
+
+class Upstream:
+    """The link of `hub` to the server at `address`, in the loop of `shell`."""
+
+    def __init__(self, address: UpstreamAddress, token: str | None, hub: ProxyHub, shell: Shell) -> None:
+        """Raises StoreError where there is no server."""
+        self._dialer = Dialer(address.host, address.port, token, standby=address.standby)
+        self._hub = hub
+        self._shell = shell
+        self._is_writing = False
+        self._link: Link | None = self._dialer.dial(address.timeout_s)
+        self._is_over = False
+        self._flushed_s = float("-inf")
+        hub.send = self._send
+        self._begin()
+
+    def close(self) -> None:
+        """Say that this proxy does not come back; once the loop has ended."""
+        self._is_over = True
+        self._dialer.give_up()
+        if self._link is not None:
+            try:
+                self._link.socket.sendall(encode([_LEAVING, int(Op.LEAVE)]))
+            except OSError:
+                return  # It has gone, or does not read: it will notice.
+
+    def _begin(self) -> None:
+        assert self._link is not None
+        self._link.socket.settimeout(0.0)
+        self._hub.forwarding.frame_bytes = self._link.frame_bytes
+        self._shell.watch(self._socket, self._readable)
+
+    @property
+    def _socket(self) -> socket.socket:
+        assert self._link is not None
+        return cast(socket.socket, self._link.socket)  # a proxy's way goes without TLS
+
+    def _send(self, now_s: float) -> None:
+        """After a quiet time at once; else with what the loop still has to read."""
+        if now_s - self._flushed_s > _QUIET_S:
+            self._flush()
+        else:
+            self._shell.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushed_s = time.monotonic()
+        if self._link is None or self._is_writing:
+            return
+        data = b"".join(self._hub.forwarding.frames())
+        self._shell.carry_out(self._hub.refused())
+        self._write(data)
+
+    def _write(self, data: bytes) -> None:
+        try:
+            num_sent = self._socket.send(data) if data else 0
+        except BlockingIOError:
+            num_sent = 0
+        except OSError:
+            self._broken()
+            return
+        if num_sent < len(data):
+            # The server is busy: the loop does not wait for it.
+            self._is_writing = True
+            threading.Thread(target=self._write_rest, args=(self._socket, data[num_sent:]), daemon=True).start()
+
+    def _write_rest(self, connection: socket.socket, data: bytes) -> None:
+        poll = select.poll()
+        poll.register(connection.fileno(), select.POLLOUT)
+        try:
+            while data and connection.fileno() >= 0:
+                poll.poll(1e3)
+                try:
+                    data = data[connection.send(data) :]
+                except BlockingIOError:
+                    continue
+        except OSError:
+            pass  # The reader finds that out, too.
+        self._shell.call_soon(lambda: self._written(connection))
+
+    def _written(self, connection: socket.socket) -> None:
+        if self._link is not None and connection is self._link.socket:
+            self._is_writing = False
+            self._flush()
+
+    def _readable(self) -> None:
+        if self._link is None:
+            return
+        try:
+            data = self._socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        try:
+            messages = self._link.decoder.feed(data) if data else []
+        except WireError as error:
+            self._lose(error.problem)
+            return
+        if answers := [message for message in messages if message[0] >= 0 or self._hear(message)]:
+            self._shell.carry_out(self._hub.answered(answers))
+        if not data:
+            self._broken()
+
+    def _hear(self, message: Message) -> bool:
+        """What the server says unasked."""
+        if message[0] == NEWS:
+            self._dialer.standby = to_address(message[2])
+        elif message[0] == NOT_A_REQUEST:
+            self._lose(f"the server hung up: {message[2]}")
+        return False
+
+    def _broken(self) -> None:
+        self._shell.unwatch(self._socket)
+        self._socket.close()
+        self._link = None
+        threading.Thread(target=self._redial, name="upstream", daemon=True).start()
+
+    def _redial(self) -> None:
+        try:
+            link = self._dialer.redial(time.monotonic() + SESSION_S)
+        except StoreError as error:
+            reason = error.problem
+            self._shell.call_soon(lambda: self._lose(reason))
+            return
+        if link is None:
+            self._shell.call_soon(lambda: self._lose(f"there was no way to it for {SESSION_S:g} s"))
+        else:
+            self._shell.call_soon(lambda: self._resume(link))
+
+    def _resume(self, link: Link) -> None:
+        if self._is_over:
+            return
+        self._link = link
+        self._is_writing = False
+        self._begin()
+        self._write(b"".join(self._hub.forwarding.frames_again()))
+        self._flush()
+
+    def _lose(self, reason: str) -> None:
+        """Without a server a proxy is of no use: its clients are to find nobody any more."""
+        if not self._is_over:
+            self._is_over = True
+            self._shell.end(f"the server is gone: {reason.rstrip('.')}")

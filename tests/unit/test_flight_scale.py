@@ -1,0 +1,225 @@
+"""The work of the analyzer grows with the ranks, and with nothing faster: it is counted for worlds of two sizes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from disttrain.flight_recorder.analysis.judge import judge
+from disttrain.flight_recorder.analysis.match import match
+from disttrain.flight_recorder.analysis.verdict import Kind
+from disttrain.flight_recorder.analysis.wait_graph import fronts_of
+from disttrain.flight_recorder.analysis.waits import find_waits
+from disttrain.flight_recorder.dumps.dump import Dump, encode
+from disttrain.flight_recorder.dumps.reader import decode
+from disttrain.flight_recorder.dumps.record_runs import NewestFirst
+from disttrain.flight_recorder.dumps.shared_values import Shared
+from disttrain.flight_recorder.record.columns import Records
+from disttrain.flight_recorder.record.record import DeviceTimes, Failure, Record
+from tests.unit.flight_ranks import Rank, line
+
+SMALL, LARGE = 24, 96
+NUM_CALLS = 30
+
+
+def _before(rank: int, num_ranks: int, num_calls: int = NUM_CALLS) -> Rank:
+    calls = Rank(rank, num_ranks)
+    for number in range(num_calls):
+        calls.call("all_reduce", at=number % 5)
+    return calls
+
+
+def _one_absent(rank: int, num_ranks: int) -> Dump:
+    calls = _before(rank, num_ranks)
+    return calls.dump(at=33) if rank == 1 else calls.waits("all_reduce").dump()
+
+
+def _half_absent(rank: int, num_ranks: int) -> Dump:
+    calls = _before(rank, num_ranks)
+    return calls.dump(at=33) if rank % 2 else calls.waits("all_reduce").dump()
+
+
+def _half_raised(rank: int, num_ranks: int) -> Dump:
+    """All with the same words: those of each rank would be listed with all that wait for it."""
+    calls = _before(rank, num_ranks)
+    if rank % 2:
+        return calls.dump(at=33, failure=Failure("ValueError", "no tokens", (line(7),)))
+    return calls.waits("all_reduce").dump()
+
+
+def _another_operation(rank: int, num_ranks: int) -> Dump:
+    return _before(rank, num_ranks).waits("barrier" if rank == 1 else "all_reduce", at=40).dump()
+
+
+def _two_groups(rank: int, num_ranks: int) -> Dump:
+    everybody = tuple(range(num_ranks))
+    return _before(rank, num_ranks).waits("all_reduce", at=rank % 2, group=everybody[rank % 2 :]).dump()
+
+
+def _sends_in_a_ring(rank: int, num_ranks: int) -> Dump:
+    return _before(rank, num_ranks).waits("send", peer=(rank + 1) % num_ranks).dump()
+
+
+def _not_at_the_first_call(rank: int, num_ranks: int) -> Dump:
+    calls = _before(rank, num_ranks)
+    if rank % 2:
+        return calls.waits("barrier").dump()
+    dump = calls.dump(at=33)
+    late = replace(dump.groups[0], group_name="late", last_sequence=0, connecting="all_reduce")
+    return replace(dump, groups=(*dump.groups, late))
+
+
+def _devices(rank: int, num_ranks: int) -> Dump:
+    calls = _before(rank, num_ranks)
+    dump = calls.dump(at=33) if rank % 2 else calls.call("all_reduce").dump(at=33)
+    marked = [each._replace(device=DeviceTimes(each.enqueued_s, each.completed_s)) for each in dump.records]
+    if rank % 2 == 0:
+        marked[-1] = marked[-1]._replace(device=DeviceTimes(marked[-1].enqueued_s))
+    return replace(dump, records=tuple(marked), device_is_busy=True)
+
+
+def _queued(rank: int, num_ranks: int) -> Dump:
+    """Without marks: hosts have left what their devices cannot have."""
+    calls = _before(rank, num_ranks)
+    dump = calls.dump(at=33) if rank % 2 else calls.call("all_reduce").dump(at=33)
+    return replace(dump, device_is_busy=True)
+
+
+def _well(rank: int, num_ranks: int) -> Dump:
+    return _before(rank, num_ranks).dump(at=20, reason="exit")
+
+
+CASES = {
+    "one absent": (_one_absent, Kind.RANK_ABSENT),
+    "half absent": (_half_absent, Kind.RANK_ABSENT),
+    "half raised": (_half_raised, Kind.RANK_ABSENT),
+    "another operation": (_another_operation, Kind.MISMATCHED_OPERATION),
+    "two groups": (_two_groups, Kind.WRONG_ORDER),
+    "sends in a ring": (_sends_in_a_ring, Kind.CROSSED_SENDS),
+    "not at the first call": (_not_at_the_first_call, Kind.DIFFERENT_GROUPS),
+    "devices": (_devices, Kind.RANK_ABSENT),
+    "queued on devices": (_queued, Kind.RANK_ABSENT),
+    "nothing": (_well, Kind.NOTHING_WRONG),
+}
+
+
+@contextmanager
+def _counted_calls() -> Iterator[Callable[[], int]]:
+    """Counts the calls of functions within the block."""
+    num_calls = 0
+
+    def note(_frame: FrameType, event: str, _argument: Any) -> None:
+        nonlocal num_calls
+        num_calls += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield lambda: num_calls
+    finally:
+        sys.setprofile(before)
+
+
+def _read(make: Callable[[int, int], Dump], num_ranks: int) -> list[Dump]:
+    """As if read from a folder, where all ranks share what they have in common."""
+    shared = Shared()
+    return [decode(encode(make(rank, num_ranks)), shared) for rank in range(num_ranks)]
+
+
+@pytest.mark.parametrize(("make", "kind"), CASES.values(), ids=CASES)
+def test_judging_takes_linear_work(make: Callable[[int, int], Dump], kind: Kind) -> None:
+    num_calls = {}
+    for num_ranks in (SMALL, LARGE):
+        dumps = _read(make, num_ranks)
+        with _counted_calls() as counted:
+            verdicts = judge(match(dumps))
+        num_calls[num_ranks] = counted()
+        assert verdicts[0].kind is kind
+    assert num_calls[LARGE] < 1.1 * LARGE / SMALL * num_calls[SMALL]
+
+
+@pytest.mark.parametrize(("make", "kind"), CASES.values(), ids=CASES)
+def test_the_graph_of_waits_has_linear_size(make: Callable[[int, int], Dump], kind: Kind) -> None:
+    for num_ranks in (SMALL, LARGE):
+        fronts = fronts_of(find_waits(match(_read(make, num_ranks))))
+        assert sum(len(front.waits) + len(front.for_ranks) for front in fronts) <= 3 * num_ranks
+
+
+def test_few_records_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a hang, the records of the calls that do not end, whatever the rings hold."""
+    made: list[int] = []
+    make = Records._at
+
+    def counting(self: Records, index: int) -> Record:
+        made.append(index)
+        return make(self, index)
+
+    monkeypatch.setattr(Records, "_at", counting)
+    for num_ranks, num_calls in ((SMALL, NUM_CALLS), (LARGE, 3 * NUM_CALLS)):
+        shared, dumps = Shared(), []
+        for rank in range(num_ranks):
+            calls = _before(rank, num_ranks, num_calls)
+            dumps.append(decode(encode(calls.dump(at=33) if rank % 2 else calls.waits("all_reduce").dump()), shared))
+        made.clear()
+        judge(match(dumps))
+        assert len(made) <= 4 * num_ranks
+
+
+def test_ranks_that_did_the_same_share_their_columns() -> None:
+    dumps = _read(_half_absent, LARGE)
+    for name in ("sites", "site_numbers", "sequences", "label_numbers"):
+        assert len({id(getattr(dump.records, name)) for dump in dumps}) == 2, name
+
+
+def test_a_full_ring_is_read_in_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_singly: list[int] = []
+    add = NewestFirst.add
+
+    def counting(self: NewestFirst, columns: list[Any], states: bytes) -> None:
+        num_singly.append(len(states))
+        add(self, columns, states)
+
+    monkeypatch.setattr(NewestFirst, "add", counting)
+    counts = {}
+    for num_calls in (1000, 2000):
+        num_singly.clear()
+        dump = _before(0, 4, num_calls).dump(at=33)
+        assert decode(encode(dump)).records == dump.records
+        counts[num_calls] = sum(num_singly)
+    assert counts[2000] == counts[1000] < 50
+
+
+def test_numbers_of_all_sizes_and_fields_of_all_kinds_are_read_in_runs() -> None:
+    dump = _before(0, 4, 40).dump(at=33)
+    records = []
+    for block, sequence in enumerate((1, 127, 128, 255, 256, 65535, 65536, 2**32 - 60, 2**32, 2**40)):
+        for number, record in enumerate(dump.records):
+            records.append(
+                record._replace(
+                    sequence=sequence + number,
+                    error="lost" if block == 5 and number == 7 else None,
+                    completed_s=None if block % 4 == 1 else record.completed_s,
+                    device=(None, DeviceTimes(1.5, None, 2.5), DeviceTimes())[block % 3],
+                    waits_s=3.5 if block % 2 else None,
+                    action=f"step {number % 3 if block == 4 else block}",
+                )
+            )
+    changed = replace(dump, records=tuple(records))
+    assert tuple(decode(encode(changed)).records) == tuple(records)
+    assert decode(encode(changed)).problems == ()
+    assert encode(decode(encode(changed))) == encode(changed)
+
+
+def test_no_numbers_among_times_are_left_out_in_runs() -> None:
+    dump = _before(0, 4, 100).dump(at=33)
+    records = list(dump.records)
+    records[50] = records[50]._replace(completed_s=float("nan"))
+    read = decode(encode(replace(dump, records=tuple(records))))
+    assert read.records == (*records[:50], *records[51:])
+    assert read.problems == ("is damaged: 1 of its records cannot be",)

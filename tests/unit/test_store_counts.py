@@ -1,0 +1,155 @@
+"""How many requests many ranks make of their store when something is wrong: as many for each, whatever their number."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, Self
+
+import pytest
+
+from disttrain.errors import RendezvousError
+from disttrain.process_group.joining.rendezvous import RendezvousInfo, join
+from disttrain.process_group.watching.roll_call import absent_text
+from disttrain.store import HashStore
+from disttrain.store.attendance import once
+from disttrain.store.protocol.wire import Answer, Op
+from disttrain.store.rank_runs import from_runs, in_words, is_among, to_runs
+from disttrain.store.responder import Responder
+
+
+class CountingStore(HashStore):
+    """Counts what is asked of it and its clones, and the bytes of the answers."""
+
+    def __init__(self, timeout: Any = 300.0) -> None:
+        super().__init__(timeout)
+        self.asked: Counter[str] = Counter()
+        self.num_bytes = 0
+
+    def clone(self) -> Self:
+        other = super().clone()
+        other.asked = self.asked
+        return other
+
+    def _request(self, op: Op, arguments: tuple[Any, ...], wait_s: float) -> Answer:
+        self.asked[op.name] += 1
+        return super()._request(op, arguments, wait_s)
+
+
+def in_threads(num_threads: int, body: Any) -> None:
+    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+        assert not thread.is_alive()
+
+
+def absent_from(num_ranks: int) -> tuple[Counter[str], set[str]]:
+    """What the others ask, and are told, when the last rank never comes."""
+    store, told = CountingStore(), []
+
+    def body(rank: int) -> None:
+        with pytest.raises(RendezvousError) as raised:
+            join(store, RendezvousInfo(rank, num_ranks), 0.5)
+        told.append(raised.value.problem)
+
+    in_threads(num_ranks - 1, body)
+    assert len(told) == num_ranks - 1
+    return store.asked, set(told)
+
+
+@pytest.mark.parametrize("num_ranks", [8, 32])
+def test_one_rank_asks_who_has_not_come(num_ranks: int) -> None:
+    asked, told = absent_from(num_ranks)
+    assert told == {f"after 0.5 s ranks [{num_ranks - 1}] of {num_ranks} had not come."}
+    assert asked["LIST_KEYS"] == 1
+    assert asked["CHECK"] == 0
+    assert sum(asked.values()) <= 9 * num_ranks
+
+
+def test_a_rank_that_is_alone_asks_no_more_in_a_larger_world() -> None:
+    counts = []
+    for num_ranks in (64, 16_384):
+        store = CountingStore()
+        with pytest.raises(RendezvousError, match=rf"ranks \[1-{num_ranks - 1}\] of {num_ranks} had not come"):
+            join(store, RendezvousInfo(0, num_ranks), 0.01)
+        counts.append(sum(store.asked.values()))
+    assert counts[0] == counts[1] <= 9
+
+
+def test_of_many_one_computes_and_another_where_that_one_is_gone() -> None:
+    store = HashStore()
+    results, computed = [], []
+
+    def body(rank: int) -> None:
+        def compute() -> str:
+            computed.append(rank)
+            return str(rank)
+
+        results.append(once(store, "who", compute))
+
+    in_threads(8, body)
+    assert len(computed) == 1
+    assert results == [str(computed[0])] * 8
+    store.add("other/tries/0", 1)  # by one that has died since
+    assert once(store, "other", lambda: "second", patience_s=0.01) == "second"
+    store.set("known", "said before")
+    assert once(store, "known", lambda: "other") == "said before"
+
+
+@pytest.mark.parametrize("num_members", [4, 12])
+def test_only_those_that_are_asked_answer(num_members: int) -> None:
+    store = CountingStore()
+    members = [Responder(store, "health", rank, str.encode) for rank in range(num_members)]
+    assert members[0].ask([1, 3], 10.0, "well") == {1: b"well", 3: b"well"}
+    assert store.asked["QUEUE_PUSH"] == 2
+    assert store.asked["QUEUE_POP"] == 2
+    assert store.list_keys("health/answers") == []
+    for member in members:
+        member.close()
+
+
+@pytest.mark.parametrize("num_ranks", [4, 16])
+def test_one_rank_asks_for_all_where_the_absent_are(num_ranks: int) -> None:
+    store, texts = CountingStore(), []
+    absent_rank = num_ranks - 1
+
+    def answer(rank: int, about: str) -> bytes:
+        come_to = [0, ""] if rank == absent_rank else [7, "barrier"]
+        return json.dumps({"come_to": come_to, "call": None, "place": f"line {about}"}).encode()
+
+    witnesses = [Responder(store, "witness", rank, partial(answer, rank)) for rank in range(num_ranks)]
+
+    def body(rank: int) -> None:
+        world = SimpleNamespace(rank=rank, store=store, witness=witnesses[rank])
+        group: Any = SimpleNamespace(world=world, group_name="world", ranks=tuple(range(num_ranks)))
+        texts.append(absent_text(group, 7, None))
+
+    in_threads(num_ranks - 1, body)
+    told = f': rank {absent_rank} is at no collective of the group yet and now at line ["world", 7]'
+    assert texts == [told] * (num_ranks - 1)
+    assert store.asked["APPEND"] == 1
+    assert store.asked["QUEUE_PUSH"] == num_ranks
+    assert store.asked["QUEUE_POP"] == num_ranks
+    # Who comes later is not among those that came then, and asks anew.
+    late = SimpleNamespace(rank=absent_rank, store=store, witness=witnesses[absent_rank])
+    group: Any = SimpleNamespace(world=late, group_name="world", ranks=tuple(range(num_ranks)))
+    assert absent_text(group, 7, None) == ": all ranks came, but not all in time"
+    assert store.asked["APPEND"] == 2
+    for witness in witnesses:
+        witness.close()
+
+
+def test_runs_say_what_the_ranks_were() -> None:
+    for ranks in ([], [5], [0, 1], [7, 3], list(range(9)), list(range(0, 64, 8)), [0, 1, 2, 8, 16, 24, 25]):
+        runs = to_runs(ranks)
+        assert from_runs(runs) == ranks
+        assert [rank for rank in range(70) if is_among(runs, rank)] == sorted(ranks)
+    assert to_runs(range(0, 4096, 8)) == "0:512:8"
+    assert in_words([]) == ""
+    assert in_words([0, 2, 3, 5, 6, 7, 9]) == "0, 2, 3, 5-7, 9"
+    assert in_words(range(0, 1000, 2)).endswith(", 398 and 300 more")
