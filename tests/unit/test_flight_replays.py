@@ -184,6 +184,15 @@ def test_a_dump_says_the_list_once(tmp_path: Path) -> None:
     assert file.stat().st_size - few < 20 * 60
 
 
+def test_calls_beside_replays_are_read_in_columns() -> None:
+    rank = Rank()
+    play(rank.recorded(), 2)
+    for _ in range(40):
+        rank.call()
+    dump = rank.dump()
+    assert decode(encode(dump)) == dump
+
+
 @pytest.mark.parametrize(
     "item",
     [
