@@ -18,6 +18,7 @@ from disttrain.kernels.recording import Recording, recording
 from disttrain.process_group import is_initialized
 from disttrain.process_group.current import current_world
 from disttrain.process_group.holders import hold
+from disttrain.process_group.watching.replaying import listed_operations
 
 _NUM_NUMBERS: Final = 1 << 12
 """64-bit numbers that the host may write before a replay: seven for each launch of an optimizer."""
@@ -42,10 +43,10 @@ class StepGraph:
         torch.cuda.synchronize()
         written = subjects.versions()
         self._released = ""
-        self._groups = current_world(OPERATION).groups if is_initialized() else ()
-        hold(self._groups, self)
+        if is_initialized():
+            hold(current_world(OPERATION).groups, self)
         memory = torch.empty(_NUM_NUMBERS, dtype=torch.int64, device="cuda")
-        with recording(memory) as host:
+        with recording(memory) as host, listed_operations() as self._replays:
             self._results, self._structure = self._record(step, args, kwargs, pool)
         self._host: Recording = host
         self.grads_after = subjects.grads()
@@ -58,7 +59,9 @@ class StepGraph:
             # What other threads do is their own: transports look at their events all the time.
             with _without_warnings(), torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
                 try:
+                    self._replays.begin_graph()
                     results = step(*args, **kwargs)
+                    self._replays.end_graph()
                 except Exception as error:  # noqa: BLE001  what ends the recording would hide it
                     failure = error
         except RuntimeError as error:
@@ -75,9 +78,8 @@ class StepGraph:
 
     def obstacle(self) -> str:
         """Why it can't be replayed any more; empty where it can."""
-        if ended := [group for group in self._groups if group.ended_by]:
-            return f"group {ended[0].group_name} has ended: {ended[0].ended_by}"
-        return self._released or next((reason for part in self._host.parts if (reason := part.obstacle())), "")
+        reasons = (part.obstacle() for part in self._host.parts)
+        return self._released or self._replays.obstacle() or next(filter(None, reasons), "")
 
     @property
     def is_released(self) -> bool:
@@ -91,18 +93,22 @@ class StepGraph:
 
     def play_first(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Have the GPU do what was recorded; the host's part was done meanwhile. Returns the step's results."""
+        self._replays.begin(is_first=True)
         self._fill(tensors)
         for part in self._host.parts:
             part.before_first()
         self._graph.replay()
+        self._replays.end()
         return self._end()
 
     def play(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The whole step; returns its results, in memory of their own."""
+        self._replays.begin()
         self._fill(tensors)
         for part in self._host.parts:
             part.before_replay()
         self._graph.replay()
+        self._replays.end()
         for part in self._host.parts:
             part.after_replay()
         return self._end()

@@ -14,11 +14,14 @@ from disttrain.flight_recorder.analysis.judge import judge
 from disttrain.flight_recorder.analysis.match import match
 from disttrain.flight_recorder.analysis.verdict import Verdict
 from disttrain.flight_recorder.dumps.dump import RING, SUFFIX, Dump
+from disttrain.flight_recorder.dumps.expanding import expanded
 from disttrain.flight_recorder.dumps.reader import read_dump
 from disttrain.flight_recorder.dumps.ring_reader import read_ring
 from disttrain.flight_recorder.dumps.shared_values import Shared
 from disttrain.flight_recorder.dumps.torch_dump import TorchDump, as_dumps, may_be_torch_dump, read_torch_dump
 from disttrain.flight_recorder.record.columns import Records
+from disttrain.flight_recorder.record.record import Record
+from disttrain.flight_recorder.record.replays import Replay
 from disttrain.flight_recorder.record.ring_layout import STACKS_SUFFIX
 from disttrain.flight_recorder.record.ring_layout import SUFFIX as RING_SUFFIX
 
@@ -44,12 +47,13 @@ def analyze(path: Path, job: str | None = None) -> Analysis:
     """
     read, notes = _read([file for file in _files(path) if job is None or f".{job}." in file.name])
     chosen = _newest_job(read, notes)
-    dumps = _dump_of_each_rank(chosen, notes)
+    dumps = [expanded(dump) for dump in _dump_of_each_rank(chosen, notes)]
     return Analysis(tuple(judge(match(dumps))), tuple(dumps), tuple(notes))
 
 
 def _last_s(dump: Dump) -> float:
-    return max((max(record.enqueued_s, record.completed_s or 0.0) for record in dump.records), default=0.0)
+    calls: list[Record | Replay] = [*dump.records, *dump.replays]
+    return max((max(call.enqueued_s, call.completed_s or 0.0) for call in calls), default=0.0)
 
 
 def _read(files: Sequence[Path]) -> tuple[list[Dump], list[str]]:
@@ -73,7 +77,7 @@ def _read(files: Sequence[Path]) -> tuple[list[Dump], list[str]]:
             notes.append(f"not used: {error.problem}")
             continue
         notes += [f"{file.name} {problem}" for problem in dump.problems]
-        if dump.problems and not dump.records:
+        if dump.problems and not dump.records and not dump.replays:
             notes.append(f"not used: {file.name} has no records")
             continue
         dumps.append(dump)

@@ -42,7 +42,7 @@ def find_marked_waits(matched: Match, missing: Missing) -> Iterator[Wait]:
 
 
 def _last_come(records: Records) -> tuple[Sequence[int], int | None]:
-    """The positions of what its device has come to last, of each group and each channel; and of all."""
+    """The positions of what its device has come to last, of each group and each channel, in order; and of all."""
     if records.devices is None:
         return (), None
     keys = list(map(key_of, records.sites))
@@ -51,7 +51,7 @@ def _last_come(records: Records) -> tuple[Sequence[int], int | None]:
     for position, (number, came_s) in enumerate(zip(records.site_numbers, records.devices.came_s, strict=True)):
         if came_s == came_s:
             last[keys[number]] = newest = position
-    return list(last.values()), newest
+    return sorted(last.values()), newest
 
 
 class _Devices:

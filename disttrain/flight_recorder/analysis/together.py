@@ -20,7 +20,10 @@ def find_all_entered(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
     together = [wait for wait in waits if not wait.for_ranks]
     if not together:
         return []
-    first = min(together, key=lambda wait: wait.record.enqueued_s + (matched.dumps[wait.rank].clock_offset_s or 0.0))
+    # Of operations of one replay, which have begun at one time, the last that a device has come to.
+    first = min(
+        reversed(together), key=lambda wait: wait.record.enqueued_s + (matched.dumps[wait.rank].clock_offset_s or 0.0)
+    )
     record = first.record
     records = records_in(matched, first)
     evidence = tuple(arrival_lines(matched.dumps, records))

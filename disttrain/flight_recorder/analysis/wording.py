@@ -31,12 +31,13 @@ def location(dump: Dump, stack: Stack) -> str:
 
 
 def call_text(record: Record) -> str:
-    """Such as `all_reduce #12 of group world (float32[8])`."""
+    """Such as `all_reduce #12 of group world (float32[8]) for layers.0 in replay 3 of step graph 1`."""
     site = record.site
     end = "" if site.peer_rank is None else f" {'to' if site.operation == SEND else 'from'} rank {site.peer_rank}"
     tensors = f" ({site.tensors})" if site.tensors else ""
     purpose = " ".join(filter(None, (record.action, record.module)))
     purpose = f" for {purpose}" if purpose else ""
+    purpose += f" in {record.replay}" if record.replay else ""
     return f"{site.operation} #{record.sequence}{end} of group {site.group_title}{tensors}{purpose}"
 
 

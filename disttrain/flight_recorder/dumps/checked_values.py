@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from disttrain.errors import FlightDumpError
 from disttrain.flight_recorder.dumps.words import DUMP_VERSION
-from disttrain.flight_recorder.record.record import Splits
+from disttrain.flight_recorder.record.record import DeviceTimes, Splits
 
 MAX_WORLD_SIZE: Final = 1 << 20
 _INT_ONLY: Final = frozenset({int})
+
+T = TypeVar("T")
 
 
 def checked_header(header: dict[Any, Any]) -> dict[str, Any]:
@@ -74,3 +76,18 @@ def finite(value: Any) -> float:
     if not isinstance(value, float) or not math.isfinite(value):
         raise ValueError("not a finite number")
     return value
+
+
+def at(values: Sequence[T], index: Any) -> T:
+    """The value at this place, counted from 0. Raises TypeError, IndexError."""
+    if not 0 <= as_int(index) < len(values):
+        raise IndexError("a number of something that did not come before")
+    return values[as_int(index)]
+
+
+def device_times(value: Any) -> DeviceTimes | None:
+    """What a record or replay knows of its device. Raises TypeError, ValueError."""
+    if value is None:
+        return None
+    came_s, left_s, waits_s, *_ = value
+    return DeviceTimes(*(None if time_s is None else finite(time_s) for time_s in (came_s, left_s, waits_s)))

@@ -24,6 +24,7 @@ from disttrain.flight_recorder.record.record import (
     Stack,
     ThreadStack,
 )
+from disttrain.flight_recorder.record.replays import Replay
 
 MAGIC: Final = b"disttrain flight recorder\n"
 VERSION: Final = DUMP_VERSION
@@ -43,8 +44,9 @@ class Dump:
     `job` is the same for all ranks of one world. `package` and `libraries` are how file names of disttrain's and of
     installed code begin on that machine. `clock_offset_s` added to its times makes them those of rank 0's clock, give
     or take `clock_error_s`; None when that is not known. `device_is_busy`: whether its GPU had not come to the end of
-    what was queued; None where nobody has looked. `records` are oldest first. `problems` says what a reader could not
-    use. `process`: of a ring, whether the system said that its process was `gone` or `stopped`; empty otherwise.
+    what was queued; None where nobody has looked. `records` are oldest first, and so are the `replays` of recorded
+    steps, whose operations are not among them. `problems` says what a reader could not use. `process`: of a ring,
+    whether the system said that its process was `gone` or `stopped`; empty otherwise.
     """
 
     rank: int
@@ -66,6 +68,7 @@ class Dump:
     channels: tuple[ChannelProgress, ...] = ()
     threads: tuple[ThreadStack, ...] = ()
     records: Sequence[Record] = ()
+    replays: tuple[Replay, ...] = ()
     problems: tuple[str, ...] = ()
     process: str = ""
 
@@ -106,39 +109,65 @@ def packed(item: Any) -> bytes:
 def _items(dump: Dump) -> Iterator[list[Any]]:
     header = {name: getattr(dump, name) for name in _HEADER_FIELDS}
     yield ["dump", {**header, "version": VERSION}]
-    stacks: dict[Stack, int] = {}
-
-    def new_stack(stack: Stack) -> Iterator[list[Any]]:
-        if stack not in stacks:
-            stacks[stack] = len(stacks)
-            yield ["stack", stack]
-
+    tables = _Tables({group.group_name: group.ranks for group in dump.groups})
     for group in dump.groups:
         yield ["group", group.group_name, group.ranks, group.last_sequence, group.axis_name, group.connecting]
     for channel in dump.channels:
         yield ["channel", channel.group_name, channel.operation, channel.peer_rank, channel.last_sequence]
     for thread in dump.threads:
-        yield from new_stack(thread.stack)
-        yield ["thread", thread.name, thread.is_main, stacks[thread.stack], thread.activity]
+        yield from tables.new_stack(thread.stack)
+        yield ["thread", thread.name, thread.is_main, tables.stacks[thread.stack], thread.activity]
     if dump.failure is not None:
-        yield from new_stack(dump.failure.stack)
-        yield ["failure", dump.failure.kind, dump.failure.message, stacks[dump.failure.stack]]
-    sites: dict[CallSite, int] = {}
-    ranks_of = {group.group_name: group.ranks for group in dump.groups}
-    labels: dict[tuple[str, str], int] = {}
+        yield from tables.new_stack(dump.failure.stack)
+        yield ["failure", dump.failure.kind, dump.failure.message, tables.stacks[dump.failure.stack]]
+    yield from _replays(dump, tables)
     for record in reversed(dump.records):
-        site = record.site
-        if site not in sites:
-            yield from new_stack(site.stack)
-            sites[site] = len(sites)
-            shapes = (site.input_shapes, site.output_shapes)
-            ranks = None if site.ranks == ranks_of.get(site.group_name) else site.ranks
-            called = (site.group_name, ranks, site.operation, *shapes, site.dtypes, site.peer_rank)
-            yield ["site", *called, stacks[site.stack], site.reduction, site.splits or None]
         label = (record.action, record.module)
-        if label not in labels:
-            labels[label] = len(labels)
-            yield ["label", *label]
+        if record.site not in tables.sites or label not in tables.labels:
+            yield from tables.new_call(record.site, label)
         times_s = (record.enqueued_s, record.completed_s)
-        fields = sites[site], record.sequence, record.state.value, *times_s, record.error, labels[label]
+        called = tables.sites[record.site], record.sequence
+        fields = *called, record.state.value, *times_s, record.error, tables.labels[label]
         yield ["record", *fields, record.device, record.waits_s]
+
+
+def _replays(dump: Dump, tables: _Tables) -> Iterator[list[Any]]:
+    graphs: dict[int, int] = {}
+    for replay in reversed(dump.replays):
+        graph = replay.graph
+        if graph.number not in graphs:
+            graphs[graph.number] = len(graphs)
+            for call in graph.calls:
+                yield from tables.new_call(call.site, (call.action, call.module))
+            sites, labels = tables.sites, tables.labels
+            numbered = [(sites[call.site], labels[call.action, call.module], call.part) for call in graph.calls]
+            yield ["graph", graph.number, numbered]
+        times_s = (replay.enqueued_s, replay.completed_s)
+        yield ["replay", graphs[graph.number], replay.number, replay.before, *times_s, replay.device, replay.not_come]
+
+
+class _Tables:
+    """The numbers of what a dump says once. Its methods yield the arrays of what is new."""
+
+    def __init__(self, ranks_of: dict[str, tuple[int, ...]]) -> None:
+        self.stacks: dict[Stack, int] = {}
+        self.sites: dict[CallSite, int] = {}
+        self.labels: dict[tuple[str, str], int] = {}
+        self._ranks_of = ranks_of
+
+    def new_stack(self, stack: Stack) -> Iterator[list[Any]]:
+        if stack not in self.stacks:
+            self.stacks[stack] = len(self.stacks)
+            yield ["stack", stack]
+
+    def new_call(self, site: CallSite, label: tuple[str, str]) -> Iterator[list[Any]]:
+        if site not in self.sites:
+            yield from self.new_stack(site.stack)
+            self.sites[site] = len(self.sites)
+            shapes = (site.input_shapes, site.output_shapes)
+            ranks = None if site.ranks == self._ranks_of.get(site.group_name) else site.ranks
+            called = (site.group_name, ranks, site.operation, *shapes, site.dtypes, site.peer_rank)
+            yield ["site", *called, self.stacks[site.stack], site.reduction, site.splits or None]
+        if label not in self.labels:
+            self.labels[label] = len(self.labels)
+            yield ["label", *label]

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgpack
 
@@ -20,11 +20,14 @@ from disttrain.flight_recorder.dumps.checked_values import (
     as_int,
     as_ints,
     as_text,
+    at,
     checked_header,
+    device_times,
     finite,
     more_of_site,
 )
 from disttrain.flight_recorder.dumps.dump import MAGIC, Dump, packed
+from disttrain.flight_recorder.dumps.read_replays import ReadReplays
 from disttrain.flight_recorder.dumps.record_runs import NewestFirst, find_run
 from disttrain.flight_recorder.dumps.shared_values import Shared
 from disttrain.flight_recorder.record.columns import STATE_NUMBERS, STATES, Records
@@ -43,7 +46,10 @@ from disttrain.flight_recorder.record.record import (
 
 MAX_FILE_BYTES: Final = 256 << 20
 _MAX_HEADER_BYTES: Final = 1 << 16
-_KINDS: Final = {"dump", "stack", "group", "channel", "thread", "failure", "label", "site", "record", "end"}
+_KINDS: Final = {
+    *("dump", "stack", "group", "channel", "thread", "failure", "label", "site", "record"),
+    *("graph", "replay", "end"),
+}
 _STATES: Final = {state.value: STATE_NUMBERS[state] for state in (State.ENQUEUED, State.COMPLETED, State.FAILED)}
 _NONE: Final = type(None)
 _RECORD_TYPES: Final[tuple[set[Any], ...]] = (
@@ -58,8 +64,6 @@ _STACK_START: Final = b"\x92" + msgpack.packb("stack")
 _END_START: Final = b"\x92" + msgpack.packb("end")
 _GROUP_STARTS: Final = tuple(bytes([0x90 + size]) + msgpack.packb("group") for size in range(4, 7))
 """The first bytes of a group's array, of any version."""
-
-T = TypeVar("T")
 
 
 def read_dump(file: Path, shared: Shared | None = None) -> Dump:
@@ -217,6 +221,7 @@ class _Reader:
     groups: dict[str, GroupProgress] = field(default_factory=dict)
     channels: list[ChannelProgress] = field(default_factory=list)
     threads: list[ThreadStack] = field(default_factory=list)
+    replays: ReadReplays = field(default_factory=ReadReplays)
     raw_records: list[list[Any]] = field(default_factory=list)
 
     def add_raw(self, columns: NewestFirst) -> None:
@@ -262,12 +267,12 @@ class _Reader:
         for item in self.raw_records[::-1]:
             try:
                 _, site, sequence, state, began_s, ended_s, error, *more = item
-                fields = _at(self.sites, site), as_int(sequence), STATES[_STATES[state]], finite(began_s)
+                fields = at(self.sites, site), as_int(sequence), STATES[_STATES[state]], finite(began_s)
                 end = None if ended_s is None else finite(ended_s), _text_or_none(error)
-                label = _at(self.labels, more[0]) if more else ("", "")
+                label = at(self.labels, more[0]) if more else ("", "")
                 device, waits_s = (*more[1:3], None, None)[:2]
                 waited_from_s = None if waits_s is None else finite(waits_s)
-                records.append(Record(*fields, *end, *label, _device_times(device), waited_from_s))
+                records.append(Record(*fields, *end, *label, device_times(device), waited_from_s))
             except _WRONG:
                 continue
         return Records.of(records)
@@ -276,7 +281,7 @@ class _Reader:
         """Add what `take` does, a call site of another rank faster, whose item was encoded the same."""
         match item:
             case ["site", str(name), None, _, _, _, _, _, int(stack), *_] if name in self.groups:
-                key = encoded, id(self.groups[name].ranks), id(_at(self.stacks, stack))
+                key = encoded, id(self.groups[name].ranks), id(at(self.stacks, stack))
                 site = self.shared.encoded_sites.get(key)
                 if site is None:
                     self.take(item)
@@ -307,7 +312,7 @@ class _Reader:
             case ["site", str(name), ranks, str(operation), [*inputs], [*outputs], [*dtypes], peer_rank, stack, *more]:
                 group_ranks = self.groups[name].ranks if ranks is None else self._ranks(ranks)
                 # Without the stack's number, which differs between ranks.
-                key = (packed([*item[:8], *more]), id(group_ranks), id(_at(self.stacks, stack)))
+                key = (packed([*item[:8], *more]), id(group_ranks), id(at(self.stacks, stack)))
                 site = self.shared.sites.get(key)
                 if site is None:
                     shapes = tuple(map(as_ints, inputs)), tuple(map(as_ints, outputs))
@@ -315,7 +320,7 @@ class _Reader:
                     axis_name = self.groups[name].axis_name if name in self.groups else ""
                     called = (name, group_ranks, operation, *shapes, tuple(map(as_text, dtypes)), peer)
                     site = self.shared.sites[key] = CallSite(
-                        *called, _at(self.stacks, stack), axis_name, *more_of_site(more)
+                        *called, at(self.stacks, stack), axis_name, *more_of_site(more)
                     )
                 self.sites.append(site)
             case ["stack", [*frames]]:
@@ -331,15 +336,15 @@ class _Reader:
             case ["channel", str(name), str(operation), int(peer_rank), int(last_sequence)]:
                 self.channels.append(ChannelProgress(name, operation, peer_rank, last_sequence))
             case ["thread", str(name), bool(is_main), int(stack), *more]:
-                self.threads.append(ThreadStack(name, is_main, _at(self.stacks, stack), *map(as_text, more[:1])))
+                self.threads.append(ThreadStack(name, is_main, at(self.stacks, stack), *map(as_text, more[:1])))
             case ["failure", str(kind), str(message), int(stack)]:
-                self.failure = Failure(kind, message, _at(self.stacks, stack))
+                self.failure = Failure(kind, message, at(self.stacks, stack))
             case ["dump", dict(header)] if self.header is None:
                 self.header = checked_header(header)
             case [str(kind), *_] if kind not in _KINDS:
                 return
             case _:
-                raise ValueError("an array that no dump has")
+                self.replays.take(item, self.sites, self.labels)
 
     def _ranks(self, ranks: Any) -> tuple[int, ...]:
         group_ranks = as_ints(ranks)
@@ -363,14 +368,9 @@ class _Reader:
             channels=tuple(self.channels),
             threads=tuple(self.threads),
             records=records,
+            replays=self.replays.oldest_first(),
             problems=() if problem is None else (problem,),
         )
-
-
-def _at(values: list[T], index: Any) -> T:
-    if not 0 <= as_int(index) < len(values):
-        raise IndexError("a number of something that did not come before")
-    return values[as_int(index)]
 
 
 def _text_or_none(value: Any) -> str | None:
@@ -378,7 +378,7 @@ def _text_or_none(value: Any) -> str | None:
 
 
 def _checked_marks(values: Sequence[list[Any] | None]) -> Sequence[list[Any] | None]:
-    """The times of devices, if all are such as `_device_times` takes. Raises ValueError, TypeError."""
+    """The times of devices, if all are such as `device_times` takes. Raises ValueError, TypeError."""
     columns = list(zip(*filter(None, values), strict=True))
     if (
         len(columns) != _NUM_DEVICE_TIMES
@@ -387,10 +387,3 @@ def _checked_marks(values: Sequence[list[Any] | None]) -> Sequence[list[Any] | N
     ):
         raise ValueError("not the times of a device")
     return [value or None for value in values]
-
-
-def _device_times(value: Any) -> DeviceTimes | None:
-    if value is None:
-        return None
-    came_s, left_s, waits_s, *_ = value
-    return DeviceTimes(*(None if time_s is None else finite(time_s) for time_s in (came_s, left_s, waits_s)))

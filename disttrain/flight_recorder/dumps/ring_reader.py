@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -20,6 +20,7 @@ from disttrain.errors import FlightDumpError
 from disttrain.flight_recorder.dumps.checked_values import as_int, as_ints, as_text, checked_header, more_of_site
 from disttrain.flight_recorder.dumps.dump import RING, Dump
 from disttrain.flight_recorder.dumps.reader import MAX_FILE_BYTES
+from disttrain.flight_recorder.dumps.ring_replays import ListedParts
 from disttrain.flight_recorder.record import ring_layout as layout
 from disttrain.flight_recorder.record.record import (
     CallSite,
@@ -32,6 +33,7 @@ from disttrain.flight_recorder.record.record import (
     State,
     ThreadStack,
 )
+from disttrain.flight_recorder.record.replays import Replay
 from disttrain.ranks import Ranks
 
 _WRONG: Final = (ValueError, TypeError, LookupError, OverflowError, struct.error, msgpack.exceptions.StackError)
@@ -67,10 +69,15 @@ def read_ring(file: Path) -> Dump:
     return replace(dump, threads=parse_stacks(text, main_thread))
 
 
-def decode_ring(data: bytes, marked_ns: Mapping[int, MarkedNs] = MappingProxyType({})) -> tuple[Dump, int]:
+def decode_ring(
+    data: bytes,
+    marked_ns: Mapping[int, MarkedNs] = MappingProxyType({}),
+    progress: Mapping[int, Sequence[int]] = MappingProxyType({}),
+) -> tuple[Dump, int]:
     """Decodes the bytes of a ring file. Returns its dump, and the identity of its main thread. Raises FlightDumpError.
 
     `marked_ns`: of records, by number, what their process knows of its device (`record/device_marks.py`).
+    `progress`: likewise of recorded steps, by number (`record/graph_progress.py`).
     """
     if not data.startswith(layout.MAGIC):
         raise FlightDumpError("read_ring", "is not a ring of disttrain's flight recorder")
@@ -94,7 +101,8 @@ def decode_ring(data: bytes, marked_ns: Mapping[int, MarkedNs] = MappingProxyTyp
         except _WRONG as error:
             entries.problems.append(f"has an entry that cannot be ({type(error).__name__})")
     slots = memoryview(data)[layout.slots_at(num_counters) : entries_at]
-    return entries.dump(data, num_counters, layout.records_in(slots, version), marked_ns), entries.main_thread
+    dump = entries.dump(data, num_counters, layout.records_in(slots, version), marked_ns, progress)
+    return dump, entries.main_thread
 
 
 class Owner(NamedTuple):
@@ -170,6 +178,7 @@ class _Entries:
     sites: dict[int, CallSite] = field(default_factory=dict)
     labels: dict[int, tuple[str, str]] = field(default_factory=lambda: {0: ("", "")})
     errors: dict[int, str] = field(default_factory=dict)
+    listed: ListedParts = field(default_factory=ListedParts)
     problems: list[str] = field(default_factory=list)
 
     def take(self, entry: Any) -> None:
@@ -179,10 +188,13 @@ class _Entries:
                 shapes = tuple(map(as_ints, ins)), tuple(map(as_ints, outs))
                 peer_rank = None if peer is None else as_int(peer)
                 progress, _ = self.groups[group]
-                called = (group, progress.ranks, operation, *shapes, tuple(map(as_text, dtypes)), peer_rank)
-                self.sites[number] = CallSite(*called, self.stacks[stack], progress.axis_name, *more_of_site(more))
+                site = (group, progress.ranks, operation, *shapes, tuple(map(as_text, dtypes)), peer_rank)
+                self.sites[number] = CallSite(*site, self.stacks[stack], progress.axis_name, *more_of_site(more))
             case ["stack", int(number), [*frames]]:
                 self.stacks[number] = tuple(Frame(as_text(file), as_int(line), as_text(n)) for file, line, n in frames)
+            case ["part", int(number), int(graph), int(index), int(num_parts), [*calls]]:
+                called = [(as_int(at), self.sites[site], *self.labels[label]) for at, site, label in calls]
+                self.listed.take(number, graph, index, num_parts, called)
             case ["label", int(number), str(action), str(module)]:
                 self.labels[number] = (action, module)
             case ["group", str(name), [*ranks], str(axis_name), int(word)]:
@@ -200,7 +212,12 @@ class _Entries:
                 self.header = checked_header({**header, "dumped_s": 0.0, "reason": RING})
 
     def dump(
-        self, data: bytes, num_counters: int, slots: Iterable[tuple[int, ...]], marked_ns: Mapping[int, MarkedNs]
+        self,
+        data: bytes,
+        num_counters: int,
+        slots: Iterable[tuple[int, ...]],
+        marked_ns: Mapping[int, MarkedNs],
+        progress: Mapping[int, Sequence[int]],
     ) -> Dump:
         """The dump that the slots make with these entries."""
         if self.header is None:
@@ -213,7 +230,9 @@ class _Entries:
 
         records = self._records(slots, marked_ns)
         alive_s = self._seconds(words[layout.ALIVE_AT // 8]) if words[layout.ALIVE_AT // 8] else 0.0
-        last_s = [max(record.enqueued_s, record.completed_s or 0.0) for record in records]
+        replays = self.listed.replays(self._seconds, lambda number: self._device(marked_ns, number), progress)
+        calls: list[Record | Replay] = [*records, *replays]
+        last_s = [max(call.enqueued_s, call.completed_s or 0.0) for call in calls]
         offset_s, error_s = self.clock
         return Dump(
             **{
@@ -226,6 +245,7 @@ class _Entries:
             groups=tuple(replace(group, last_sequence=counted(word)) for group, word in self.groups.values()),
             channels=tuple(replace(channel, last_sequence=counted(word)) for channel, word in self.channels),
             records=records,
+            replays=replays,
             problems=tuple(dict.fromkeys(self.problems)),
         )
 
@@ -238,15 +258,16 @@ class _Entries:
             if number != again:
                 num_torn += 1
                 continue
+            if self.listed.has(site):
+                self.listed.replayed(site, number, label, sequence, began_ns, ended_ns)
+                continue
             if site not in self.sites or label not in self.labels:
                 num_unknown += 1
                 continue
             ended_s = self._seconds(ended_ns) if ended_ns else None
             state = State.ENQUEUED if ended_s is None else State.FAILED if flags & 1 else State.COMPLETED
             error = self.errors.get(number) if state is State.FAILED else None
-            device = None
-            if number in marked_ns:
-                device = DeviceTimes(*(None if ns is None else self._seconds(ns) for ns in marked_ns[number]))
+            device = self._device(marked_ns, number)
             fields = self.sites[site], sequence, state, self._seconds(began_ns), ended_s, error, *self.labels[label]
             waits_s = self._seconds(waits_ns) if waits_ns else None
             record = Record(*fields, device, waits_s)
@@ -257,6 +278,11 @@ class _Entries:
             self.problems.append(f"has {num_unknown} records of calls that it does not describe")
         records.sort(key=_number_of)
         return tuple(record for _, record in records)
+
+    def _device(self, marked_ns: Mapping[int, MarkedNs], number: int) -> DeviceTimes | None:
+        if number not in marked_ns:
+            return None
+        return DeviceTimes(*(None if ns is None else self._seconds(ns) for ns in marked_ns[number]))
 
     def _seconds(self, monotonic_ns: int) -> float:
         return (monotonic_ns + self.epoch_ns) / 1e9

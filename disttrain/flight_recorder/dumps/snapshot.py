@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,14 +20,17 @@ def take_snapshot(
     world: World,
     content: bytes,
     marked_ns: Mapping[int, MarkedNs],
+    progress: Mapping[int, Sequence[int]],
     reason: str,
     error: BaseException | None,
     *,
     device_is_busy: bool | None,
 ) -> Dump:
-    """The dump of the ring with this content and these marks of its device, with the groups of `world`, and all
-    threads' stacks at this moment."""
-    dump, _ = decode_ring(content, marked_ns)
+    """The dump of the ring with this content, with the groups of `world`, and all threads' stacks at this moment.
+
+    Args: marked_ns, progress  as `decode_ring` takes them.
+    """
+    dump, _ = decode_ring(content, marked_ns, progress)
     return replace(
         dump,
         groups=_progress(world, dump),

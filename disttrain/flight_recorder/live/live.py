@@ -19,6 +19,7 @@ from disttrain.flight_recorder.analysis.match import match
 from disttrain.flight_recorder.analysis.wait_graph import Wait
 from disttrain.flight_recorder.analysis.waits import find_waits
 from disttrain.flight_recorder.dumps.dump import Dump
+from disttrain.flight_recorder.dumps.expanding import expanded
 from disttrain.flight_recorder.dumps.ring_reader import read_ring
 from disttrain.flight_recorder.record.record import State, ranks_text
 from disttrain.flight_recorder.record.ring_layout import SUFFIX
@@ -92,7 +93,7 @@ def _rings(folder: Path, notes: list[str]) -> list[Dump]:
     rings = []
     for file in files:
         try:
-            rings.append(read_ring(file))
+            rings.append(expanded(read_ring(file)))
         except FlightDumpError as error:
             notes.append(error.problem)  # Also when its process has just ended, and the file with it.
     return rings

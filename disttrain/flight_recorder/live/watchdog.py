@@ -1,7 +1,8 @@
 """Detects that this rank waits for too long; then every rank dumps, while the job still hangs.
 
 A rank waits when none of its calls begins or ends while one of its threads is inside a collective; or when its main
-thread stays in one call into C, such as a synchronization, while its GPU has queued work. If a thread holds the
+thread stays in one call into C, such as a synchronization, while its GPU has queued work. Replays of recorded steps,
+which no transport watches, have the timeouts of their groups (`live/replay_limits.py`). If a thread holds the
 interpreter's lock for ever, no Python thread can check. Then `faulthandler`'s thread, which is C and needs no lock,
 writes all stacks to a file beside the ring, since the sign of life is missing there.
 """
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, BinaryIO, Final
 import torch
 
 from disttrain.errors import DisttrainError, FlightDumpError, StoreError
+from disttrain.flight_recorder.live.replay_limits import ReplayLimits, end_overdue
 from disttrain.flight_recorder.record.device_probe import Probe, has_stream_ended
 from disttrain.flight_recorder.record.recorder import FlightRecorder
 from disttrain.flight_recorder.record.ring_layout import STACKS_SUFFIX
@@ -84,6 +86,7 @@ class Watchdog:
         self._ends_job = ends_job
         self._beat_s = min(soft_limit_s / 4, MAX_BEAT_S)
         self._inside, self._on_device = Waiting(), Waiting()
+        self._replay_limits = ReplayLimits()
         self._num_stalls = 0
         self._keep_due_s = self._verdict_due_s = math.inf
         self._has_waited = False
@@ -157,6 +160,9 @@ class Watchdog:
         self._beat()
         if self._clock is not None and (offset := self._clock.look(now_s)) is not None:
             self._recorder.describe("clock", *offset)
+        for overdue in self._replay_limits.look(self._recorder.listings, now_s):
+            self._dump(f"a replay of rank {self._recorder.world.rank} has not ended in time")
+            end_overdue(*overdue)
         if (waited_s := self._waited_s(now_s)) >= self._soft_limit_s:
             self._inside.told()
             self._on_device.told()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import isnan, nan
 from typing import Any, Final, NamedTuple, overload
@@ -35,8 +35,8 @@ class DeviceColumns(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Records(Sequence[Record]):
     """The fields of `Record`, a column each. `sites` and `labels` (action and module) are listed once, and named by
-    number; `states` are numbers in `STATES`; `errors` are by position; `waits_s` and `devices` are None where no record
-    has any."""
+    number; `states` are numbers in `STATES`; `errors` and `replays` are by position; `waits_s` and `devices` are None
+    where no record has any."""
 
     sites: Sequence[CallSite]
     site_numbers: Ints
@@ -49,6 +49,7 @@ class Records(Sequence[Record]):
     label_numbers: Ints
     waits_s: Times | None = None
     devices: DeviceColumns | None = None
+    replays: dict[int, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, records: Iterable[Record]) -> Records:
@@ -75,6 +76,7 @@ class Records(Sequence[Record]):
             label_numbers=array("I", [label_of[row.action, row.module] for row in rows]),
             waits_s=times([row.waits_s for row in rows]) if has_waits else None,
             devices=device_columns([row.device for row in rows]) if has_devices else None,
+            replays={index: row.replay for index, row in enumerate(rows) if row.replay},
         )
 
     def __len__(self) -> int:
@@ -117,6 +119,7 @@ class Records(Sequence[Record]):
             module,
             None if self.devices is None else _device_at(self.devices, index),
             None if self.waits_s is None else _known(self.waits_s[index]),
+            self.replays.get(index, "") if self.replays else "",
         )
 
     def site_at(self, index: int) -> CallSite:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, Final
@@ -72,6 +73,8 @@ class Descriptions:
         self.sites: dict[tuple[Any, ...], list[Site]] = {}
         self.world: World | None = None
         """The world whose groups are kept, also when no record is of them."""
+        self.listings: weakref.WeakSet[Any] = weakref.WeakSet()
+        """The recorded steps that may still be replayed, as `listing.Listing`: what their `numbers` name is kept."""
         self._ring = ring
         self._lock = threading.Lock()
         self._num_sites = 0
@@ -105,7 +108,7 @@ class Descriptions:
     def called_at(self, site: int) -> tuple[tuple[Any, ...], str] | None:
         """The ring's entry of the group, and the operation, of a call site by its number; None when it is forgotten."""
         entry = self._described.get(site)
-        return None if entry is None else (self._groups[entry[2]], entry[3])
+        return None if entry is None or entry[0] != "site" else (self._groups[entry[2]], entry[3])
 
     def label(self, action: str, module: str) -> int:
         """The number of a label."""
@@ -116,6 +119,12 @@ class Descriptions:
                 entry = self._labels[action, module] = self._describe("label", number, action, module)
                 if len(self._labels) > MAX_SITES or self._ring.is_full:
                     self._forget()
+            return int(entry[1])
+
+    def part(self, graph: int, index: int, num_parts: int, calls: Sequence[tuple[int, int, int]]) -> int:
+        """The number of a new part of a recorded step. `calls`: place, site and label of each."""
+        with self._lock:
+            entry = self._describe("part", next(self._next_number), graph, index, num_parts, calls)
             return int(entry[1])
 
     def site(
@@ -188,6 +197,10 @@ class Descriptions:
         newest = next(self._next_number)
         numbers.update(range(newest - _NUM_UNDER_WAY, newest))
         described = self._described
+        for listing in list(self.listings):
+            numbers.update(listing.numbers)
+        parts = [entry for number, entry in described.items() if number in numbers and entry[0] == "part"]
+        numbers.update(number for *_, calls in parts for _, *its in calls for number in its)
         sites = [entry for number, entry in described.items() if number in numbers and entry[0] == "site"]
         numbers.update(entry[_STACK] for entry in sites)
         self._described = {number: entry for number, entry in described.items() if number in numbers}

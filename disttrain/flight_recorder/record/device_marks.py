@@ -120,14 +120,24 @@ class DeviceMarks:
         # A mark in a graph is of no operation of this process's.
         try:
             if is_on_device and not self._device.is_capturing():
-                if self._idle_stream is None:
-                    self._begin()
-                self._came.mark(number)
+                self._comes(number)
                 if now_ns >= self._time_next_ns:
                     self._time_next_ns = now_ns + MIN_BETWEEN_NS
                     self._timed[number % len(self._timed)] = number
         except RuntimeError:
             pass  # The device has failed: the operation says so.
+
+    def replay_begins(self, number: int) -> None:
+        """Mark that the device comes to a graph, of which record `number` is a replay; `left` marks its end."""
+        # RuntimeError: the device has failed, as above.
+        with suppress(RuntimeError):
+            self._comes(number)
+            self._timed[number % len(self._timed)] = number
+
+    def _comes(self, number: int) -> None:
+        if self._idle_stream is None:
+            self._begin()
+        self._came.mark(number)
 
     def waits(self, number: int) -> None:
         """Mark that the current stream begins to wait for record `number`, if that is timed."""

@@ -32,10 +32,11 @@ _PARTS: Final = {
 def recall(recorder: FlightRecorder, group_name: str, sequence: int) -> dict[str, Any] | None:
     """`fields` that are alike on all ranks where all is well, and `text`; None for what is not on record."""
     # Here: what reads rings takes longer to load than all of a world's start.
-    from disttrain.flight_recorder.dumps.ring_reader import decode_ring
+    from disttrain.flight_recorder.dumps.expanding import expanded
+    from disttrain.flight_recorder.dumps.ring_reader import decode_ring  # as above
 
     dump, _ = decode_ring(recorder.content())
-    for record in reversed(dump.records):
+    for record in reversed(expanded(dump).records):
         site = record.site
         if record.sequence == sequence and site.group_name == group_name and site.operation not in ("send", "recv"):
             return {"fields": fields_of_site(site), "text": _text(site, record.module)}

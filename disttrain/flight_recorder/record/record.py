@@ -122,7 +122,8 @@ class Record(NamedTuple):
     `sequence` counts the group's collectives from 1; for a message, those of this operation with this peer there.
     `action`, such as "stage 2 microbatch 5 F", and `module`, a path, say what it was for; empty when nobody has said.
     `device` is None where no device carries it out, or nobody has looked. `waits_s` is when the host began to wait for
-    it; None where it has waited from the first, or has not begun to, or nobody has noted it.
+    it; None where it has waited from the first, or has not begun to, or nobody has noted it. `replay` says of which
+    replay of a recorded step it is a part, such as "replay 3 of step graph 1"; empty where it was called.
     """
 
     site: CallSite
@@ -135,6 +136,7 @@ class Record(NamedTuple):
     module: str = ""
     device: DeviceTimes | None = None
     waits_s: float | None = None
+    replay: str = ""
 
     @property
     def is_queued(self) -> bool:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from disttrain.errors import DisttrainError
     from disttrain.flight_recorder.dumps.dump import Dump
+    from disttrain.flight_recorder.record.listing import IsOfGraph, Listing, Part, Progress
     from disttrain.process_group import World
     from disttrain.process_group.interfaces import GroupLike
     from disttrain.process_group.watching.observer import How
@@ -52,6 +53,9 @@ _SEQUENCE_WORD: Final = layout.SEQUENCE_WORD
 
 _shape_of: Final = attrgetter("shape")
 _dtype_of: Final = attrgetter("dtype")
+
+_LISTED: Final = (-1, 0)
+"""In place of a record: no slot has this number."""
 
 _DEPTH: Final = 3
 """The number of frames from `begin` to the caller of the collective: `issue` and the collective are ours. Only frames
@@ -73,6 +77,8 @@ class FlightRecorder:
         self._walkers: dict[str, Walker] = {}
         self._world: World | None = None
         self._marks: DeviceMarks | None = None
+        self.current_listing: Listing | None = None
+        self._next_graph = itertools.count(1).__next__
         self._header: dict[str, Any] = {}
         self._closing: list[Callable[[], None]] = []
         self._last: Site
@@ -159,7 +165,10 @@ class FlightRecorder:
         peer_rank: int | None,
         how: How = None,
     ) -> tuple[int, int]:
-        """Record a call that is about to be handed to its transport. Returns: its number, and the word of its slot."""
+        """Record a call that is about to be handed to its transport. Returns: its number, and the word of its slot.
+
+        While a step is recorded as a graph, what is called for it is listed, and has neither.
+        """
         try:
             first = _getframe(_DEPTH)
         except ValueError:
@@ -216,6 +225,9 @@ class FlightRecorder:
         self._last = site
         if not sequence and (messages := site.messages) is not None:
             sequence = next(messages)
+        if (listing := self.current_listing) is not None and listing.takes(inputs or outputs, group):
+            listing.add(site, label, group, operation, peer_rank, sequence)
+            return _LISTED
         # One call for a number: threads may come here together.
         number = self._next_number()
         # Computed, since a list of offsets would take up room in the processor's cache.
@@ -248,6 +260,37 @@ class FlightRecorder:
                 self._marks.left(number)
             words[word + _ENDED_WORD] = _now_ns()
 
+    def listing(self, progress: Progress | None = None, is_of_graph: IsOfGraph | None = None) -> Listing:
+        """A context within which a step is recorded as a graph: its calls are listed, to be told at each replay.
+
+        Args: progress  how far the device is within the graph; default: on GPUs, of a job with other ranks, marks in
+              the graph;  is_of_graph  whether a call of these tensors in this group is within the graph.
+        """
+        # Here: most jobs record no step.
+        from disttrain.flight_recorder.record.listing import Listing, is_captured
+
+        if progress is None and self._marks is not None and self.world.world_size > 1:
+            from disttrain.flight_recorder.record.graph_progress import graph_progress  # as above
+
+            progress = graph_progress(self.world.device)
+        return Listing(self, self._descriptions, self._next_graph(), progress, is_of_graph or is_captured)
+
+    @property
+    def listings(self) -> list[Listing]:
+        """The recorded steps that may be replayed."""
+        return list(self._descriptions.listings)
+
+    def begin_part(self, part: Part, replay: int, *, is_marked: bool) -> tuple[int, int]:
+        """Record that a part of a recorded step is about to be replayed, as `begin` does. `is_marked`: on the device
+        too."""
+        number = self._next_number()
+        word = self._first_word + number % self._num_records * _SLOT_WORDS
+        self._words[part.counter] = part.before + part.num_calls
+        if is_marked and self._marks is not None:
+            self._marks.replay_begins(number)
+        _pack_into(self._memory, 8 * word, number, part.number, replay, part.before, _now_ns(), number)
+        return number, word
+
     def content(self) -> bytes:
         """The ring at this moment."""
         return self._descriptions.content()
@@ -260,7 +303,9 @@ class FlightRecorder:
         with uncollected():
             content = self.content()
             marked_ns = {} if self._marks is None else self._marks.read()
-            return take_snapshot(self.world, content, marked_ns, reason, error, device_is_busy=device_is_busy)
+            # After that: what has ended by then is not said to have not.
+            progress = {each.number: said for each in self.listings if (said := each.progress()) is not None}
+            return take_snapshot(self.world, content, marked_ns, progress, reason, error, device_is_busy=device_is_busy)
 
     def dump(
         self,

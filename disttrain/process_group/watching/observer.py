@@ -7,6 +7,7 @@ recorder, which is there in every job, is a `Recorder`: it is told without a `Ca
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -61,6 +62,10 @@ class Recorder(Protocol):
 
     def end(self, record: Any, error: DisttrainError | None) -> None:
         """As `Observer.completed`; once for each call."""
+        ...
+
+    def listing(self) -> AbstractContextManager[Any]:
+        """Within it calls are recorded as parts of a graph: they are listed. Returns: `replaying.Replays`."""
         ...
 
     def close(self) -> None:
