@@ -152,7 +152,6 @@ class Node:
             for scripts in ([start_of(rank, num_ranks)], [listening(), listening()]):
                 connection = len(self.clients)
                 self.clients.append(Client(scripts, self._sender(connection)))
-        self._is_begun = False
 
     @property
     def is_in(self) -> bool:
