@@ -149,7 +149,7 @@ def make_step(stepper: Stepper, optimizer: torch.optim.Optimizer) -> Callable[[T
     return step
 
 
-def make_optimizer(model: Llama, *, uses_kernels: bool, is_captured: bool) -> torch.optim.Optimizer:
+def make_optimizer(model: Llama, *, uses_kernels: bool, is_captured: bool = False) -> torch.optim.Optimizer:
     """AdamW that decays matrices, but no gains of norms."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     gains = [parameter for parameter in model.parameters() if parameter.ndim == 1]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import disttrain
 from disttrain.dtensor import DTensor
 from disttrain.errors import ShardingError
 from disttrain.fsdp2 import fully_shard
@@ -135,8 +136,11 @@ def test_leaves_that_a_forward_returns_are_not_watched_in_later_backwards(world:
 
     expected = train(*model_and_input())
 
+    # Made here: threads draw from one generator.
+    made = [model_and_input() for _ in range(world)]
+
     def main() -> None:
-        model, x = model_and_input()
+        model, x = made[disttrain.get_rank()]
         torch.testing.assert_close(
             train(fully_shard(model, ignored_params={model.temperature}), x), expected, rtol=1e-12, atol=0
         )
