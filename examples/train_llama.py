@@ -95,10 +95,9 @@ def make_run(flags: Namespace, device: torch.device) -> Run:
         )
     else:
         stepper = Pipelined(placed, mesh, flags.plan)
-    is_captured = flags.capture == "on" or (flags.capture == "auto" and device.type == "cuda")
-    optimizer = make_optimizer(placed.model, uses_kernels=flags.kernels, is_captured=is_captured)
+    optimizer = make_optimizer(placed.model, uses_kernels=flags.kernels)
     step = make_step(stepper, optimizer)
-    if is_captured:
+    if flags.capture == "on" or (flags.capture == "auto" and device.type == "cuda"):
         step = capture_step(step, modules=[placed.model], optimizers=[optimizer])
     checkpointer = Checkpointer(flags.out / CHECKPOINTS, keep=2)
     windows = Windows(tokens.training, flags.seq, seed=flags.seed)
@@ -149,15 +148,14 @@ def make_step(stepper: Stepper, optimizer: torch.optim.Optimizer) -> Callable[[T
     return step
 
 
-def make_optimizer(model: Llama, *, uses_kernels: bool, is_captured: bool = False) -> torch.optim.Optimizer:
+def make_optimizer(model: Llama, *, uses_kernels: bool) -> torch.optim.Optimizer:
     """AdamW that decays matrices, but no gains of norms."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
     gains = [parameter for parameter in model.parameters() if parameter.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": gains, "weight_decay": 0.0}]
     if uses_kernels:
         return kernels.AdamW(groups, betas=(0.9, 0.95))
-    # What a graph has in it can't be a number of the host.
-    return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True, capturable=is_captured)
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
 
 
 def learning_rate(step: int, num_steps: int, highest: float) -> float:
@@ -170,14 +168,17 @@ def learning_rate(step: int, num_steps: int, highest: float) -> float:
 
 def train_step(run: Run, rate: float) -> float:
     """One step of all ranks on the next rows; returns their mean loss."""
+    is_captured = isinstance(run.step, CapturedStep) and run.device.type == "cuda"
     for group in run.optimizer.param_groups:
-        if group.get("capturable"):
-            # A resumed run may have the number of another that was not captured.
-            if not isinstance(group["lr"], Tensor):
-                group["lr"] = torch.tensor(rate, device=run.device)
+        if "capturable" in group:
+            # A resumed run has that of another, which was captured or not.
+            group["capturable"] = is_captured
+        if not group.get("capturable"):
+            group["lr"] = rate
+        elif isinstance(group["lr"], Tensor) and group["lr"].is_cuda:
             group["lr"].fill_(rate)
         else:
-            group["lr"] = rate
+            group["lr"] = torch.tensor(rate, device=run.device)
     return mean_loss(run.step(next(run.batches)), run.flags.mesh)
 
 
