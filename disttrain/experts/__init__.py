@@ -1,0 +1,1 @@
+"""Mixtures of experts: routing, expert parallel, and models that have them."""
