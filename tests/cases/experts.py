@@ -68,6 +68,8 @@ def drawn_experts(num_experts: int, dim: int, hidden: int, form: GatedForm, is_a
 
 def token_by_token(x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, experts: Experts) -> torch.Tensor:
     """Each token's weighted sum of its experts' layers; an index that is no expert's counts as zero."""
+    # Whatever was not chosen has a gradient of zeros.
+    nothing = 0 * sum(tensor.sum() for tensor in (weights, *experts.tensors))
     rows = []
     for token, chosen in enumerate(indices.tolist()):
         parts = [
@@ -75,7 +77,7 @@ def token_by_token(x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
             for choice, expert in enumerate(chosen)
             if 0 <= expert < len(experts.down)
         ]
-        rows.append(sum(parts, torch.zeros_like(x[token]) + 0 * x[token]))
+        rows.append(sum(parts, 0 * x[token] + nothing))
     return torch.stack(rows)
 
 

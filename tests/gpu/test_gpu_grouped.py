@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -33,6 +34,9 @@ def test_results_and_gradients_are_those_of_each_token(
     generator = torch.Generator().manual_seed(3)
     indices = torch.randint(-1, 7, (150, 2), generator=generator)
     indices[indices == 3] = 0
+    if form.activation == "clamped" and dtype != torch.float32:
+        # What rounding moves over the limit has another gradient.
+        experts.form = replace(form, limit=100.0)
     _judge(mixture, indices, experts, dtype)
 
 
@@ -84,6 +88,7 @@ def test_float8(recipe: str) -> None:
         assert (grad - like).norm() < 0.12 * like.norm()
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node")
 def test_a_captured_step_follows_the_routing() -> None:
     experts = drawn_experts(8, 64, 32, GatedForm(), False, False)
     plain = experts.like([tensor.cuda().bfloat16().requires_grad_() for tensor in experts.tensors])

@@ -123,7 +123,10 @@ def gated_backward(
     grad_gate: torch.Tensor,
     grad_up: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Writes the gradients of gate and up; returns what `gated` returned, and the gradient of scales (rows,)."""
+    """Writes the gradients of gate and up; returns what `gated` returned, and the gradient of scales (rows,).
+
+    `grad` may be overwritten.
+    """
     wide = wide_dtype(gate.dtype)
     is_kept = _is_kept(gate, ends)[:, None]
     a, b = gate.to(wide), up.to(wide)

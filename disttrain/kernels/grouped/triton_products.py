@@ -236,8 +236,9 @@ def gated_backward(
     grad_gate: torch.Tensor,
     grad_up: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Gradients as in `reference.py`, laid out as gate and up; nothing is written past the last end."""
-    value = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    """Gradients as in `reference.py`, laid out as gate and up; nothing is written past the last end. What it returns
+    takes `grad`'s memory, which is read before."""
+    value = grad
     grad_scales = None if scales is None else torch.empty(len(gate), dtype=torch.float32, device=gate.device)
     with torch.cuda.device_of(gate):
         _gated_backward[(len(gate),)](
