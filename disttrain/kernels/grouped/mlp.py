@@ -43,7 +43,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Grads:
-    """Gradients of an input, of weights (tokens, k) and of experts' weights; None for what is not there or asked for."""
+    """Gradients of an input, of weights (tokens, k) and of experts' weights; None for what nobody has or wants."""
 
     x: torch.Tensor | None
     weights: torch.Tensor | None

@@ -52,8 +52,8 @@ def product_by_tma(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) ->
     """Each expert's rows of x (rows, in) times its weight (out, in), in bf16; nothing is written past the last end."""
     count, out_size, in_size = weight.shape
     result = x.new_empty(x.shape[0], out_size)
-    # A tile's form, and how many tiles of rows follow each other for the same columns. Wide tiles are fastest, but where
-    # half of the last one would be empty.
+    # A tile's form, and how many tiles of rows follow each other for the same columns. Wide tiles are fastest, but
+    # where half of the last one would be empty.
     rows, columns, group = (256, 128, 1) if 0 < out_size % 256 <= 128 else (128, 256, 8)
     num_columns = triton.cdiv(out_size, columns)
     num_tiles = triton.cdiv(triton.cdiv(x.shape[0], rows) + count, group) * group
