@@ -11,16 +11,19 @@ from itertools import chain, repeat
 from operator import attrgetter, is_, is_not, methodcaller
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar, cast
+from weakref import ref
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.nn.utils import stateless
+from torch.utils.hooks import RemovableHandle
 
 without_overrides: Any = torch._C.DisableTorchFunctionSubclass
 """Within it torch does not look for a subclass's `__torch_function__`, so reading an attribute takes half the time."""
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_Owner = TypeVar("_Owner")
 
 _VERSION = attrgetter("_version")
 _ADDRESS = methodcaller("data_ptr")
@@ -121,6 +124,22 @@ def gradient_hooks(leaf: torch.Tensor) -> tuple[Callable[..., Any], ...]:
     """Returns the hooks that `register_hook` has left there."""
     hooks = leaf._backward_hooks
     return tuple(hooks.values()) if hooks else ()
+
+
+def call_when_added(leaf: torch.Tensor, owner: _Owner, call: Callable[[_Owner], None]) -> RemovableHandle:
+    """Has `call(owner)` called when a gradient has been added to `leaf`, while something else keeps `owner`.
+
+    Python's collector does not look into these hooks (torch 2.13): an owner that holds the leaf would live for ever,
+    and so would a model. `call` must not hold it either.
+    """
+    kept = ref(owner)
+
+    def hook(_: torch.Tensor) -> None:
+        if (there := kept()) is not None:
+            call(there)
+
+    # As a plain tensor's: a DTensor's hook may have to wait for the end of the backward.
+    return torch.Tensor.register_post_accumulate_grad_hook(leaf, hook)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def post_accumulate_hooks(leaf: torch.Tensor) -> tuple[Callable[..., Any], ...]:

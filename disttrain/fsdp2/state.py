@@ -263,7 +263,7 @@ class ShardState:
         unit.is_silent = grad_will_come and (is_unheard or num_outputs == 0)
         if not unit.is_scheduled:
             if unit.is_silent or (grad_will_come and may_hide_tensors(outputs)):
-                watch_gradients(self.groups, self._gradient_is_there)
+                watch_gradients(self.groups, self, ShardState._gradient_is_there)
             is_begun_only = is_begun(outputs)
             context.run(
                 model.forward_ends(unit, has_failed=has_failed, grad_will_come=grad_will_come, is_begun=is_begun_only)
@@ -280,7 +280,7 @@ class ShardState:
         if isinstance(error, Exception) and goes_on:
             tell_of("forward", error, [group for state in self.with_those_below() for group in state.groups])
 
-    def _gradient_is_there(self, _: object) -> None:
+    def _gradient_is_there(self) -> None:
         """A gathered parameter of modules whose outputs tell nothing has a gradient."""
         if self.context is not None and not self.unit.is_scheduled:
             self.context.begin_backward()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from disttrain.fsdp2._torch import call_when_added
 from disttrain.fsdp2.params.param import ShardedParam
 
 
@@ -29,7 +31,7 @@ class GradSums:
             whole = param.unsharded
             watched = self._watched.get(param)
             if whole is not None and whole.requires_grad and (watched is None or watched[0] is not whole):
-                handle = whole.register_post_accumulate_grad_hook(lambda _, param=param: param.keep_grad(self._dtype))
+                handle = call_when_added(whole, param, partial(ShardedParam.keep_grad, dtype=self._dtype))
                 self._watched[param] = (whole, handle)
 
     def stop(self) -> None:

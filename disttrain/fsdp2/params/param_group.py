@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
+from weakref import ref
 
 import torch
 
 from disttrain.dtensor.local_part import local_part
-from disttrain.fsdp2._torch import base_of
+from disttrain.fsdp2._torch import base_of, call_when_added
 from disttrain.fsdp2.faults.checks import common_dtype, refuse_device, refuse_parts_on_meta
 from disttrain.fsdp2.grads.reduced import hand_out, to_host
 from disttrain.fsdp2.grads.sums import GradSums
@@ -245,17 +247,14 @@ class ParamGroup:
     def watch_buckets(self) -> None:
         """Registers hooks for the gradients of parameters that are reduced in buckets; once for each gathered
         parameter."""
-        buckets, is_ready = self.state.buckets, self.gradient_is_ready
-        if buckets is None or is_ready is None or self._unsharded is None:
+        buckets = self.state.buckets
+        if buckets is None or self.gradient_is_ready is None or self._unsharded is None:
             return
         for number, bucket in enumerate(buckets.params):
             for param in bucket:
                 assert isinstance(param, ShardedParam)
                 if param.unsharded is not None and param.unsharded.requires_grad:
-                    # As a plain tensor's: a DTensor's hook may have to wait for the end of the backward.
-                    torch.Tensor.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                        param.unsharded, lambda _, number=number, param=param: is_ready(number, param)
-                    )
+                    call_when_added(param.unsharded, param, partial(_tell, ref(self), number))
 
     def finish_gathering(self) -> None:
         """Order the current stream (CPU: the host) after the gather."""
@@ -342,3 +341,10 @@ class ParamGroup:
         if self.comm is None:
             self.comm = Comm(self.device)
         return self.comm
+
+
+def _tell(group: ref[ParamGroup], bucket: int, param: ShardedParam) -> None:
+    """A parameter of a bucket has its gradient."""
+    there = group()
+    if there is not None and there.gradient_is_ready is not None:
+        there.gradient_is_ready(bucket, param)
