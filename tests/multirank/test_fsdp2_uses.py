@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,11 @@ BACKWARD = Use("backward", which=0, retain=False, together=False)
 def test_a_fault_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Here: a gradient that takes an earlier one's place."""
 
-    def forget(flat: torch.Tensor, receivers: Receivers, *others: Any) -> None:
+    def forget(parts: Sequence[torch.Tensor], receivers: Receivers, *others: Any) -> None:
         for param in receivers:
             if param is not None:
                 param.sharded.grad = None
-        hand_out(flat, receivers, *others)
+        hand_out(parts, receivers, *others)
 
     monkeypatch.setattr(param_group, "hand_out", forget)
     noise = (Use("mode", training=True), Use("read", at=0), Use("optimizer", kind="sgd"))

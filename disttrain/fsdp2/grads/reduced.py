@@ -35,8 +35,15 @@ from disttrain.fsdp2.transfers.comm import Comm
 Receivers = Sequence[ShardedParam | None]
 
 
-def hand_out(flat: torch.Tensor, receivers: Receivers, slots: Sequence[FlatSlot], several: SeveralGrads) -> None:
-    """Add each receiver's part of a flat buffer to its gradient, and call its hooks.
+def parts_of(flat: torch.Tensor, receivers: Receivers, slots: Sequence[FlatSlot]) -> list[torch.Tensor]:
+    """Views of a flat buffer, each receiver's part of it."""
+    return [
+        flat if param is None else param.slot_view(flat, slot) for param, slot in zip(receivers, slots, strict=True)
+    ]
+
+
+def hand_out(parts: Sequence[torch.Tensor], receivers: Receivers, several: SeveralGrads) -> None:
+    """Add its part to each receiver's gradient, and call its hooks. What has no receiver is dropped.
 
     Those that follow the addition are called when all have their gradients, last parameter first, as backward goes: one
     of them may step an optimizer that has others of these parameters.
@@ -44,10 +51,10 @@ def hand_out(flat: torch.Tensor, receivers: Receivers, slots: Sequence[FlatSlot]
     shards = [param.sharded for param in receivers if param is not None]
     is_hooked = have_hooks(shards, settle_gradient)
     with nullcontext() if is_hooked else without_overrides():
-        for param, slot in zip(receivers, slots, strict=True):
+        for param, part in zip(receivers, parts, strict=True):
             if param is None:
                 continue
-            sharded, local = param.sharded, param.slot_view(flat, slot)
+            sharded, local = param.sharded, part
             if is_hooked and (hooks := gradient_hooks(sharded)):
                 local = _hooked(param, local, hooks, several)
             grad = sharded.grad

@@ -12,7 +12,7 @@ import torch
 from disttrain.dtensor.local_part import local_part
 from disttrain.fsdp2._torch import base_of, call_when_added
 from disttrain.fsdp2.faults.checks import common_dtype, refuse_device, refuse_parts_on_meta
-from disttrain.fsdp2.grads.reduced import hand_out, to_host
+from disttrain.fsdp2.grads.reduced import hand_out, parts_of, to_host
 from disttrain.fsdp2.grads.sums import GradSums
 from disttrain.fsdp2.machine.group import Group
 from disttrain.fsdp2.modules.shown import ForeignTensor, Shown
@@ -196,6 +196,11 @@ class ParamGroup:
         return torch.zeros(self.plan.shard_numel, dtype=dtype, device=device, pin_memory=is_pinned)
 
     @property
+    def orig_dtype(self) -> torch.dtype:
+        """The dtype of the sharded parameters."""
+        return self._orig_dtype
+
+    @property
     def is_kept(self) -> bool:
         """True between forward and backward where neighbouring ranks share the whole."""
         return self._kept is not None
@@ -323,6 +328,9 @@ class ParamGroup:
         """Order the current stream after a reduction of this group, give each receiver its gradient, call its hooks."""
         comm = self.own_comm()
         done.reduction.wait(comm.streams)
+        if done.grads is not None:
+            hand_out(done.grads, done.receivers, comm.several_grads)
+            return
         if not done.is_complete:
             parts = done.output.split(done.plan.split_sizes)
             self.unreduced.update(
@@ -334,7 +342,7 @@ class ParamGroup:
             if self.is_offloaded:
                 is_pinned = self._flat is not None and self._flat.is_pinned()
                 flat = to_host(flat, done.receivers, comm, is_pinned=is_pinned)
-            hand_out(flat, done.receivers, done.plan.slots, comm.several_grads)
+            hand_out(parts_of(flat, done.receivers, done.plan.slots), done.receivers, comm.several_grads)
 
     def own_comm(self) -> Comm:
         """The model's shared buffers; a group that is used before the model's first forward gets its own."""

@@ -250,6 +250,11 @@ class ReductionPlan:
         """True where the reduce-scatter is not all."""
         return unreduced is not None or self.has_sum or self.averaging.after is not None or self.hook is not None
 
+    def changes_nothing(self, unreduced: torch.Tensor | None) -> bool:
+        """True where a rank is alone, and gradients stay what they are."""
+        is_kept = self.averaging.before in (None, 1.0) and not self.has_rest(unreduced)
+        return is_kept and self.group.size() == 1 and self.sharding.replicate_group is None
+
     def sum_replicas(self, output: torch.Tensor, unreduced: torch.Tensor | None, *, async_op: bool) -> Work | None:
         """Sums over the replicas after the reduce-scatter, on the current stream; Work where `async_op`."""
         if unreduced is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -120,6 +121,8 @@ class UnderWay:
     receivers: list[ShardedParam | None]
     is_complete: bool
     """False where it is still to be reduced over the replicas."""
+    grads: Sequence[torch.Tensor] | None = None
+    """The gradients of receivers where a rank alone has nothing to reduce, and they are not in the output."""
 
     @property
     def output(self) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from disttrain.dtensor.gradients.settled import settle_together
 from disttrain.fsdp2.params.flat import FlatPlan, plan_flat
 from disttrain.fsdp2.params.param import ShardedParam
-from disttrain.fsdp2.transfers.collectives import Averaging, ReductionPlan, start_reduction
+from disttrain.fsdp2.transfers.collectives import Averaging, Reduction, ReductionPlan, start_reduction
 from disttrain.fsdp2.transfers.comm import UnderWay
 from disttrain.fsdp2.transfers.forms import reduces_in_place
 
@@ -53,6 +53,16 @@ class _Part:
                 for grad, slot in zip(grads, self.plan.slots, strict=True)
             ]
 
+    def fits(self, dtype: torch.dtype) -> bool:
+        """True if parameters can have these gradients as they are, without what `dtype` would round off."""
+        kept = self.group.orig_dtype
+        return (
+            torch.promote_types(kept, dtype) == dtype
+            and not self.group.is_offloaded
+            and all(param.dim == 0 for param in self.params)
+            and all(grad.dtype == kept and grad.is_contiguous() for grad in self.grads)
+        )
+
 
 def reduce_together(owed: Sequence[Owed], scale: float | None = None) -> None:
     """Start averaging unsharded gradients over the ranks into the sharded parameters', as one message. Collective.
@@ -83,16 +93,24 @@ def reduce_together(owed: Sequence[Owed], scale: float | None = None) -> None:
     )
     with torch.no_grad():
         grads = [*chain.from_iterable(part.grads for part in parts)]
-        if len({grad.dtype for grad in grads}) > 1:
+        unreduced = _unreduced(parts)
+        is_direct = reduction_plan.changes_nothing(unreduced) and all(part.fits(dtype) for part in parts)
+        if not is_direct and len({grad.dtype for grad in grads}) > 1:
             grads = [grad.to(dtype) for grad in grads]
         plan = parts[0].plan if len(parts) == 1 else _joined([part.plan for part in parts])
-        reduction = start_reduction(grads, plan, dtype, reduction_plan, _unreduced(parts), comm.streams)
+        if is_direct:
+            reduction = Reduction(grads[0].new_empty(0), ())
+        else:
+            reduction = start_reduction(grads, plan, dtype, reduction_plan, unreduced, comm.streams)
     is_complete = first.state.reduces_over_replicas or sharding.replicate_group is None
     end = plan.shard_numel
     # The last module first, as backward goes: a hook of one finds the gradients of those that come after it.
     for part in reversed(parts):
         end -= part.plan.shard_numel
-        comm.reducing.append(UnderWay(part.group, reduction, end, part.plan, part.receivers, is_complete))
+        grads_of_part = part.grads if is_direct else None
+        comm.reducing.append(
+            UnderWay(part.group, reduction, end, part.plan, part.receivers, is_complete, grads_of_part)
+        )
 
 
 def plan_of(group: ParamGroup, params: Sequence[ShardedParam]) -> FlatPlan:
