@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 
 from disttrain.errors import RoutingError, ShapeError
+from disttrain.experts.routing.axes import checked_axis, summed
 from disttrain.experts.routing.choice import Routing, best, probabilities
 from disttrain.experts.routing.rule import RouterRule
+from disttrain.kernels.operators import define, differentiate
 from disttrain.mesh import DeviceMesh
-from disttrain.process_group.functional import all_reduce, wait_tensor
 
 SCOPES = ("rank", "sequence", "batch")
 
@@ -138,7 +139,8 @@ def token_sums(
         squares.view(shape).sum(1),
         counted.view(shape).sum(1),
     )
-    return sums if axis is None or axis.size() == 1 else _over(sums, axis)
+    axis = checked_axis("balance_loss", axis)
+    return sums if axis is None else _over(sums, axis)
 
 
 def balance_of(sums: TokenSums, rule: RouterRule, *, is_per_choice: bool) -> torch.Tensor:
@@ -168,30 +170,42 @@ def _over(sums: TokenSums, axis: DeviceMesh) -> TokenSums:
     """The sums over all ranks, with group_size times the gradient of this rank's own."""
     sizes = [sums.counts.shape[1], sums.probabilities.shape[1], 1, 1]
     own = torch.cat([sums.counts, sums.probabilities, sums.squares[:, None], sums.tokens[:, None]], 1)
-    with torch.no_grad():
-        # In fp64 counts stay whole numbers.
-        whole = wait_tensor(all_reduce(own.double(), "sum", axis)).to(own.dtype)
-    whole = whole + (own - own.detach()) * axis.size()
+    # In fp64 counts stay whole numbers.
+    whole = summed(own.detach().double(), axis).to(own.dtype) + (own - own.detach()) * axis.size()
     counts, shares, squares, tokens = whole.split(sizes, 1)
     return TokenSums(counts, shares, squares[:, 0], tokens[:, 0])
 
 
-class WithLoss(torch.autograd.Function):
-    """Hands weights on, and gives a loss that belongs to them its gradient in the same backward pass.
+def _with_loss(weights: torch.Tensor, loss: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return weights.clone()
+
+
+def _keep_scale(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(inputs[2])
+    ctx.loss_dtype = inputs[1].dtype
+
+
+def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+    (scale,) = ctx.saved_tensors
+    return grad, scale.to(ctx.loss_dtype), None
+
+
+# An operator, since Dynamo warns of every autograd.Function.
+_with_loss_op = define(
+    "weights_with_loss(Tensor weights, Tensor loss, Tensor scale) -> Tensor",
+    _with_loss,
+    lambda weights, *_: torch.empty_like(weights),
+)
+differentiate(_with_loss_op, _keep_scale, _gradients)
+
+
+def with_loss(weights: torch.Tensor, loss: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Returns the weights; in their backward pass the loss has `scale` as its gradient.
 
     So the loss takes part wherever the weights do: under activation checkpointing, in pipelines, and under
     `fully_shard`, without a way out of the model for it.
+
+    Args: loss, scale  one number each.
     """
-
-    @staticmethod
-    def forward(ctx: Any, weights: torch.Tensor, loss: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """Args: loss, scale  one number each."""
-        ctx.save_for_backward(scale)
-        ctx.loss_dtype = loss.dtype
-        return weights.view_as(weights)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
-        """The gradient of the loss is the scale."""
-        (scale,) = ctx.saved_tensors
-        return grad, scale.to(ctx.loss_dtype), None
+    result: torch.Tensor = _with_loss_op(weights, loss, scale)
+    return result

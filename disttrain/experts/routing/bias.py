@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from disttrain.experts.routing.axes import checked_axis, summed
 from disttrain.experts.routing.router import Router
 from disttrain.mesh import DeviceMesh
-from disttrain.process_group.functional import all_reduce, wait_tensor
 
 
 @torch.no_grad()
@@ -38,14 +38,13 @@ def update_expert_biases(module: nn.Module, axis: DeviceMesh | None = None, *, i
     Args: axis  the ranks of which tokens are counted together, a mesh of one axis; None: each router's batch_axis.
     Collective: every rank of the axis, one all-reduce; none where no router has a rate.
     """
+    axis = checked_axis("update_expert_biases", axis)
     by_axis: dict[DeviceMesh | None, list[Router]] = {}
     for each in module.modules():
         if isinstance(each, Router) and each.balance.bias_update_rate:
             by_axis.setdefault(each.batch_axis if axis is None else axis, []).append(each)
     for shared, routers in by_axis.items():
-        counts = torch.cat([each.counters.since_update() for each in routers])
-        if shared is not None and shared.size() > 1:
-            counts = wait_tensor(all_reduce(counts, "sum", shared))
+        counts = summed(torch.cat([each.counters.since_update() for each in routers]), shared)
         sizes = [each.rule.num_experts for each in routers]
         for each, load in zip(routers, counts.split(sizes), strict=True):
             assert each.expert_bias is not None

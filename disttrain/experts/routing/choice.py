@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from disttrain.errors import DisttrainError, RoutingError, ShapeError
+from disttrain.experts.routing.axes import checked_axis
 from disttrain.experts.routing.rule import RouterRule
 from disttrain.mesh import DeviceMesh
 from disttrain.process_group import ReduceOp, all_reduce
@@ -50,6 +51,7 @@ def choose(
              a Router counts these tokens on the device, and `read_statistics` raises.
     Collective: on CPUs with an axis of several ranks, an all-reduce of one number.
     """
+    axis = checked_axis(OPERATION, axis)
     error = _misfit(logits, rule, expert_bias, mask)
     if error is not None:
         tell(error, axis)
@@ -130,14 +132,14 @@ def _misfit(
 
 def tell(error: DisttrainError, axis: DeviceMesh | None) -> None:
     """The other ranks of the axis would wait for this one."""
-    if axis is not None and axis.size() > 1 and not is_traced():
+    if axis is not None and not is_traced():
         group_of(axis).refuse(error.operation, error, ANY)
 
 
 def _check_no_nan(weights: torch.Tensor, axis: DeviceMesh | None) -> None:
     # A nan is larger than all other scores, so that it is chosen.
     num_bad = int(weights.detach().isnan().any(1).sum())
-    if axis is None or axis.size() == 1:
+    if axis is None:
         if num_bad:
             raise _nan_error(f"{num_bad} of {len(weights)} tokens have")
         return

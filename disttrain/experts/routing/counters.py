@@ -35,7 +35,7 @@ class KeepsDtypes(nn.Module):
         buffers = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         self._buffers.update(dict.fromkeys(buffers))
         try:
-            super()._apply(fn, recurse)
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         finally:
             self._buffers.update(buffers)
         for name, buffer in buffers.items():

@@ -11,7 +11,8 @@ from torch import nn
 
 from disttrain.autocast import is_within_autocast
 from disttrain.errors import ShapeError
-from disttrain.experts.routing.balance import Balance, WithLoss, balance_of, token_sums, z_of
+from disttrain.experts.routing.axes import checked_axis
+from disttrain.experts.routing.balance import Balance, balance_of, token_sums, with_loss, z_of
 from disttrain.experts.routing.choice import Routing, choose, probabilities, tell
 from disttrain.experts.routing.counters import SUMS, KeepsDtypes, RouterCounters
 from disttrain.experts.routing.rule import RouterRule
@@ -62,8 +63,8 @@ class Router(KeepsDtypes):
         self.hidden_size = hidden_size
         self.rule = rule
         self.balance = balance or Balance()
-        self.batch_axis = batch_axis
-        self.expert_axis = expert_axis
+        self.batch_axis = checked_axis("Router", batch_axis)
+        self.expert_axis = checked_axis("Router", expert_axis)
         self.linear_dtype = linear_dtype
         self.weight = nn.Parameter(torch.empty(rule.num_experts, hidden_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(rule.num_experts, device=device, dtype=dtype)) if bias else None
@@ -132,7 +133,7 @@ class Router(KeepsDtypes):
             )
             losses = [balance_of(sums, self.rule, is_per_choice=balance.is_per_choice), z_of(sums)]
             loss = balance.aux_loss_coeff * losses[0] + balance.z_loss_coeff * losses[1]
-            routing = routing._replace(weights=WithLoss.apply(routing.weights, loss, self.loss_scale))
+            routing = routing._replace(weights=with_loss(routing.weights, loss, self.loss_scale))
         self._count(routing, losses, mask)
         return routing
 

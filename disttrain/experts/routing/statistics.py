@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from disttrain.errors import RoutingError
+from disttrain.experts.routing.axes import checked_axis, summed
 from disttrain.experts.routing.counters import SUMS, RouterCounters
 from disttrain.mesh import DeviceMesh
-from disttrain.process_group.functional import all_reduce, wait_tensor
-from disttrain.process_group.functional.functions import group_of
 
 
 @dataclass(frozen=True)
@@ -66,13 +65,11 @@ def read_statistics(module: nn.Module, axis: DeviceMesh | None = None) -> dict[s
     Raises:  RoutingError where tokens had nan in their scores, naming the routers; with an axis on all its ranks.
     Collective: with an axis, every rank, one all-reduce.
     """
+    axis = checked_axis("read_statistics", axis)
     named = {name.rpartition(".")[0]: each for name, each in module.named_modules() if isinstance(each, RouterCounters)}
     if not named:
         return {}
-    fresh = torch.cat([each.since_read() for each in named.values()])
-    if axis is not None and axis.size() > 1:
-        fresh = wait_tensor(all_reduce(fresh, "sum", axis))
-    numbers: list[float] = fresh.tolist()
+    numbers: list[float] = summed(torch.cat([each.since_read() for each in named.values()]), axis).tolist()
     statistics, bad = {}, {}
     for name, each in named.items():
         own, numbers = numbers[: len(each.counts)], numbers[len(each.counts) :]
@@ -85,7 +82,7 @@ def read_statistics(module: nn.Module, axis: DeviceMesh | None = None) -> dict[s
         more = f", and {len(bad) - 1} more routers" if len(bad) > 1 else ""
         problem = f"{count} tokens had nan in the scores of {name or 'the router'}{more}."
         remedy = "Look for what gave it, before the router; padding is left out by `mask`."
-        rank = None if axis is None else group_of(axis).world.rank
+        rank = None if axis is None else axis.get_rank()
         raise RoutingError("read_statistics", problem, remedy, rank=rank)
     return statistics
 
@@ -127,7 +124,7 @@ def router_numbers(statistics: Mapping[str, RouterStatistics], *, has_experts: b
     They are too many for a report. With `has_experts` there is each expert's share of the choices, times the number of
     experts, too.
     """
-    numbers = {}
+    numbers: dict[str, float] = {}
     for name, each in statistics.items():
         values = {
             "max_load": each.max_load,
