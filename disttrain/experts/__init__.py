@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from disttrain.experts.routing.balance import Balance, balance_loss, z_loss
 from disttrain.experts.routing.bias import update_expert_bias, update_expert_biases
-from disttrain.experts.routing.choice import Routing, choose
-from disttrain.experts.routing.counters import RouterCounters
-from disttrain.experts.routing.router import Router, set_loss_scale
+from disttrain.experts.routing.choice import Routing, choose, weights_before_experts
+from disttrain.experts.routing.foreign import watch_routers
+from disttrain.experts.routing.router import Router
 from disttrain.experts.routing.rule import RouterRule
 from disttrain.experts.routing.statistics import RouterStatistics, expert_numbers, read_statistics, router_numbers
+from disttrain.experts.routing.watch import set_loss_scale
 
 __all__ = [
     "Balance",
     "Router",
-    "RouterCounters",
     "RouterRule",
     "RouterStatistics",
     "Routing",
@@ -25,5 +25,7 @@ __all__ = [
     "set_loss_scale",
     "update_expert_bias",
     "update_expert_biases",
+    "watch_routers",
+    "weights_before_experts",
     "z_loss",
 ]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from disttrain.errors import RoutingError, ShapeError
-from disttrain.experts import Balance, Router, RouterRule, choose
+from disttrain.experts import Balance, Router, RouterRule, choose, weights_before_experts
 from disttrain.experts.routing.rule import SCORES
 from tests.cases.kernels import drawn
 from tests.cases.routing import HIDDEN, ROUTERS, by_expert, drawn_router
@@ -101,6 +101,7 @@ def test_any_rule_as_a_loop_over_tokens(
     if mask is not None:
         logits[~mask] = math.nan
     routing = choose(logits, rule, bias, mask=mask)
+    assert routing.indices.is_contiguous()
     shifts = [0.0] * rule.num_experts if bias is None else bias.tolist()
     for token in range(num_tokens):
         if mask is not None and not mask[token]:
@@ -183,6 +184,20 @@ def test_forced_balance_gives_each_expert_as_many_tokens() -> None:
     assert logits.grad.abs().sum() > 0
 
 
+def test_weights_before_the_experts() -> None:
+    x, rule = drawn(6, HIDDEN), RouterRule(4, 2, score="sigmoid", renormalize=False)
+    routing = choose(drawn(6, 4, seed=1), rule)
+    matrices = drawn(4, HIDDEN, HIDDEN, seed=2)
+    rows, indices, weights = weights_before_experts(x, routing)
+    outs = torch.relu(rows[:, None] @ matrices[indices[:, 0]])[:, 0] * weights
+    for token in range(6):
+        each = [
+            torch.relu((x[token] * weight) @ matrices[expert])
+            for weight, expert in zip(routing.weights[token], routing.indices[token], strict=True)
+        ]
+        torch.testing.assert_close(outs.view(6, 2, HIDDEN).sum(1)[token], sum(each))
+
+
 def test_jitter_is_for_training() -> None:
     router = Router(HIDDEN, RouterRule(4, 2, input_jitter=0.3))
     x = drawn(4, HIDDEN).float()
@@ -237,7 +252,7 @@ def test_a_router_made_on_meta_begins_with_zeros() -> None:
     (router,) = model
     assert isinstance(router, Router)
     assert router.counters.counts.tolist() == [0.0] * len(router.counters.counts)
-    assert router.loss_scale.item() == 1
+    assert router.counters.loss_scale.item() == 1
     assert router.expert_bias is not None
     assert router.expert_bias.tolist() == [0.0] * 4
     assert list(model.state_dict()) == ["0.weight", "0.expert_bias"]

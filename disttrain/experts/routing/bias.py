@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from disttrain.experts.routing.axes import checked_axis, summed
-from disttrain.experts.routing.router import Router
+from disttrain.experts.routing.watch import RouterWatch
 from disttrain.mesh import DeviceMesh
 
 
@@ -39,13 +39,19 @@ def update_expert_biases(module: nn.Module, axis: DeviceMesh | None = None, *, i
     Collective: every rank of the axis, one all-reduce; none where no router has a rate.
     """
     axis = checked_axis("update_expert_biases", axis)
-    by_axis: dict[DeviceMesh | None, list[Router]] = {}
-    for each in module.modules():
-        if isinstance(each, Router) and each.balance.bias_update_rate:
-            by_axis.setdefault(each.batch_axis if axis is None else axis, []).append(each)
+    by_axis: dict[DeviceMesh | None, list[tuple[torch.Tensor, RouterWatch]]] = {}
+    for router in module.modules():
+        watch, bias = router._modules.get("counters"), _bias_of(router)
+        if isinstance(watch, RouterWatch) and watch.balance.bias_update_rate and bias is not None:
+            by_axis.setdefault(watch.batch_axis if axis is None else axis, []).append((bias, watch))
     for shared, routers in by_axis.items():
-        counts = summed(torch.cat([each.counters.since_update() for each in routers]), shared)
-        sizes = [each.rule.num_experts for each in routers]
-        for each, load in zip(routers, counts.split(sizes), strict=True):
-            assert each.expert_bias is not None
-            update_expert_bias(each.expert_bias, load, each.balance.bias_update_rate, is_centered=is_centered)
+        counts = summed(torch.cat([watch.since_update() for _, watch in routers]), shared)
+        sizes = [watch.num_experts for _, watch in routers]
+        for (bias, watch), load in zip(routers, counts.split(sizes), strict=True):
+            update_expert_bias(bias, load, watch.balance.bias_update_rate, is_centered=is_centered)
+
+
+def _bias_of(router: nn.Module) -> torch.Tensor | None:
+    """Ours, or that of transformers' routers."""
+    bias = getattr(router, "expert_bias", None)
+    return bias if bias is not None else getattr(router, "e_score_correction_bias", None)

@@ -60,7 +60,7 @@ def choose(
         # Here already: what padding holds, even nan, must not come into gradients.
         logits = logits.masked_fill(~mask[:, None], 0)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    scores = _scores(logits, rule)
+    scores = scores_of(logits, rule)
     indices = _indices(scores.detach(), rule, expert_bias)
     weights = scores.gather(1, indices)
     if rule.score == "softmax_of_chosen":
@@ -77,6 +77,13 @@ def choose(
     return Routing(weights, indices, scores, logits)
 
 
+def scores_of(logits: torch.Tensor, rule: RouterRule) -> torch.Tensor:
+    """(tokens, experts): see `Routing.scores`."""
+    if rule.score == "softmax":
+        return logits.softmax(1)
+    return logits.sigmoid() if rule.score == "sigmoid" else logits
+
+
 def probabilities(routing: Routing, rule: RouterRule) -> torch.Tensor:
     """(tokens, experts), each token's of sum 1: softmax of the logits, or sigmoids divided by their sum."""
     if rule.score == "softmax":
@@ -86,16 +93,24 @@ def probabilities(routing: Routing, rule: RouterRule) -> torch.Tensor:
     return routing.logits.softmax(1)
 
 
+def weights_before_experts(x: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Multiplies tokens by their weights before the experts, as Llama 4 and torchtitan's score_before_experts do.
+
+    `experts(*weights_before_experts(x, routing)).view(tokens, k, D).sum(1)` is the layer's output.
+
+    Args:    x  (tokens, D).
+    Returns: rows (tokens * k, D), each choice's own, in x's dtype; indices (tokens * k, 1); weights of 1.
+    """
+    weights = routing.weights
+    rows = (x[:, None].to(weights.dtype) * weights[..., None]).to(x.dtype).flatten(0, 1)
+    return rows, routing.indices.view(-1, 1), torch.ones_like(weights).view(-1, 1)
+
+
 def best(values: torch.Tensor, k: int) -> torch.Tensor:
     """Places of the k largest of each row, the first of equal ones first; nan is larger than all."""
     # torch.topk says nothing of equal values, and CPUs and GPUs differ.
-    return values.sort(dim=-1, descending=True, stable=True).indices[..., :k]
-
-
-def _scores(logits: torch.Tensor, rule: RouterRule) -> torch.Tensor:
-    if rule.score == "softmax":
-        return logits.softmax(1)
-    return logits.sigmoid() if rule.score == "sigmoid" else logits
+    # Contiguous, for kernels, and so that the places of all are let go.
+    return values.sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
 
 
 def _indices(scores: torch.Tensor, rule: RouterRule, expert_bias: torch.Tensor | None) -> torch.Tensor:

@@ -2,14 +2,18 @@
 
 Its options under the names of others:
 
-    here                  transformers             torchtitan                  Megatron-Core (moe_router_...)
-    score                 scoring_func             score_func                  score_function, pre_softmax
-    renormalize           norm_topk_prob           route_norm                  -
-    scale                 routed_scaling_factor    route_scale                 topk_scaling_factor
-    num_groups            n_group                  num_expert_groups           num_groups
-    top_groups            topk_group               num_limited_groups          group_topk
-    force_load_balancing  -                        _debug_force_load_balance   force_load_balancing
-    input_jitter          router_jitter_noise      -                           moe_input_jitter_eps
+    here                  transformers            torchtitan                 Megatron-Core (moe_router_...)
+    score                 scoring_func            score_func                 score_function
+    renormalize           norm_topk_prob          route_norm                 always for sigmoid
+    scale                 routed_scaling_factor   route_scale                topk_scaling_factor
+    num_groups            n_group                 num_expert_groups          num_groups
+    top_groups            topk_group              num_limited_groups         group_topk
+    group_top_scores      2; DeepSeek-V2: 1       2                          topk // group_topk
+    force_load_balancing  -                       _debug_force_load_balance  force_load_balancing
+    input_jitter          router_jitter_noise     -                          moe_input_jitter_eps
+
+Megatron's softmax is softmax_of_chosen here; with pre_softmax, it is softmax without renormalize. torchtitan's
+score_before_experts is `weights_before_experts`.
 """
 
 from __future__ import annotations
