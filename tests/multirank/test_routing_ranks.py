@@ -157,9 +157,7 @@ def test_nan_that_nobody_waited_for_is_told_on_all_ranks() -> None:
     if disttrain.get_rank() == 1:
         x[2] = math.nan
     torch.compile(model["gate"], backend="aot_eager", fullgraph=True)(x)
-    with pytest.raises(
-        RoutingError, match=rf"1 tokens had nan in the scores of gate.* \[rank {disttrain.get_rank()}\]"
-    ):
+    with pytest.raises(RoutingError, match=rf"tokens had nan in the scores of gate.* \[rank {disttrain.get_rank()}\]"):
         read_statistics(model, mesh)
 
 

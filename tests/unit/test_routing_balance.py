@@ -271,7 +271,7 @@ def test_nan_that_nobody_waited_for_is_told_at_the_reading() -> None:
     x[1, 0] = math.nan
     weights = torch.compile(model, backend="aot_eager", fullgraph=True)(x).weights
     assert weights.isnan().any(1).tolist() == [False, True, False]
-    with pytest.raises(RoutingError, match="read_statistics: 1 tokens had nan in the scores of 0"):
+    with pytest.raises(RoutingError, match="read_statistics: tokens had nan in the scores of 0"):
         read_statistics(model)
     assert read_statistics(model)["0"].num_tokens == 0
 

@@ -252,6 +252,7 @@ def test_a_router_made_on_meta_begins_with_zeros() -> None:
     (router,) = model
     assert isinstance(router, Router)
     assert router.counters.counts.tolist() == [0.0] * len(router.counters.counts)
+    assert router.counters.one.item() == 1
     assert router.counters.loss_scale.item() == 1
     assert router.expert_bias is not None
     assert router.expert_bias.tolist() == [0.0] * 4

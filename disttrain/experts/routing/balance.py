@@ -83,7 +83,15 @@ def balance_loss(
     Raises:  ShapeError where tokens don't divide into sequences.
     Collective: with an axis, every rank, one all-reduce of 2 * (num_experts + 1) numbers per sequence; backward none.
     """
-    sums = token_sums(routing, rule, mask=mask, num_sequences=num_sequences, axis=axis, counts_by_score=counts_by_score)
+    sums = token_sums(
+        routing,
+        rule,
+        probabilities(routing, rule),
+        mask=mask,
+        num_sequences=num_sequences,
+        axis=axis,
+        counts_by_score=counts_by_score,
+    )
     return balance_of(sums, rule, is_per_choice=is_per_choice)
 
 
@@ -96,7 +104,8 @@ def z_loss(
     axis: DeviceMesh | None = None,
 ) -> torch.Tensor:
     """Returns the mean of the squared logsumexp of the tokens' logits; everything else is as in `balance_loss`."""
-    return z_of(token_sums(routing, rule, mask=mask, num_sequences=num_sequences, axis=axis))
+    shares = probabilities(routing, rule)
+    return z_of(token_sums(routing, rule, shares, mask=mask, num_sequences=num_sequences, axis=axis))
 
 
 class TokenSums(NamedTuple):
@@ -108,36 +117,39 @@ class TokenSums(NamedTuple):
     """(sequences, experts)"""
     squares: torch.Tensor
     """(sequences,): of the logsumexp."""
-    tokens: torch.Tensor
-    """(sequences,)"""
+    tokens: torch.Tensor | int
+    """(sequences,); a number where all sequences have as many."""
 
 
 def token_sums(
     routing: Routing,
     rule: RouterRule,
+    shares: torch.Tensor,
     *,
     mask: torch.Tensor | None = None,
     num_sequences: int = 1,
     axis: DeviceMesh | None = None,
     counts_by_score: bool = False,
 ) -> TokenSums:
-    """Sums what both losses need; see `balance_loss` for the arguments, and the gradients with an axis."""
+    """Sums what both losses need; see `balance_loss` for the arguments, and the gradients with an axis.
+
+    Args: shares  `probabilities`.
+    """
     num_tokens = len(routing.scores)
     if num_sequences < 1 or num_tokens % num_sequences:
         problem = f"{num_tokens} tokens don't divide into {num_sequences} sequences."
         raise ShapeError("balance_loss", problem, "Give the number of sequences of equal length.")
     chosen = best(routing.scores.detach(), rule.top_k) if counts_by_score else routing.indices
-    shares = probabilities(routing, rule)
     squares = routing.logits.logsumexp(1).square()
-    counted = torch.ones_like(squares) if mask is None else mask.to(squares.dtype)
     if mask is not None:
         shares, squares = shares.masked_fill(~mask[:, None], 0), squares.masked_fill(~mask, 0)
-    shape = num_sequences, num_tokens // num_sequences
+    length = num_tokens // num_sequences
+    by_sequence = num_sequences, length
     sums = TokenSums(
-        _counts(chosen.view(*shape, rule.top_k), counted.view(shape), rule.num_experts),
-        shares.view(*shape, rule.num_experts).sum(1),
-        squares.view(shape).sum(1),
-        counted.view(shape).sum(1),
+        _counts(chosen.view(*by_sequence, rule.top_k), None if mask is None else mask.view(by_sequence), shares),
+        shares.view(*by_sequence, rule.num_experts).sum(1),
+        squares.view(by_sequence).sum(1),
+        length if mask is None else mask.view(by_sequence).sum(1),
     )
     axis = checked_axis("balance_loss", axis)
     return sums if axis is None else _over(sums, axis)
@@ -145,31 +157,37 @@ def token_sums(
 
 def balance_of(sums: TokenSums, rule: RouterRule, *, is_per_choice: bool) -> torch.Tensor:
     """The balance loss; zero where no token counts."""
+    factor = rule.num_experts / (rule.top_k if is_per_choice else 1)
+    if isinstance(sums.tokens, int):
+        return (sums.counts * sums.probabilities).sum() * (factor / (max(1, sums.tokens) ** 2 * len(sums.counts)))
     tokens = sums.tokens.clamp(min=1)[:, None]
-    losses = rule.num_experts * (sums.counts / tokens * (sums.probabilities / tokens)).sum(1)
-    return _mean(losses / rule.top_k if is_per_choice else losses, sums)
+    return _mean((sums.counts / tokens * (sums.probabilities / tokens)).sum(1) * factor, sums.tokens)
 
 
 def z_of(sums: TokenSums) -> torch.Tensor:
     """The z-loss; zero where no token counts."""
-    return _mean(sums.squares / sums.tokens.clamp(min=1), sums)
+    if isinstance(sums.tokens, int):
+        return sums.squares.sum() * (1 / (max(1, sums.tokens) * len(sums.counts)))
+    return _mean(sums.squares / sums.tokens.clamp(min=1), sums.tokens)
 
 
-def _mean(losses: torch.Tensor, sums: TokenSums) -> torch.Tensor:
-    return losses.sum() / (sums.tokens > 0).sum().clamp(min=1)
+def _mean(losses: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return losses.sum() / (tokens > 0).sum().clamp(min=1)
 
 
-def _counts(chosen: torch.Tensor, counted: torch.Tensor, num_experts: int) -> torch.Tensor:
+def _counts(chosen: torch.Tensor, mask: torch.Tensor | None, shares: torch.Tensor) -> torch.Tensor:
+    num_sequences, num_experts = len(chosen), shares.shape[1]
     # What has no expert has the number after the last one.
-    counts = counted.new_zeros(len(chosen), num_experts + 1)
-    weights = counted[..., None].expand_as(chosen)
-    return counts.scatter_add(1, chosen.flatten(1), weights.flatten(1))[:, :num_experts]
+    counts = shares.new_zeros(num_sequences, num_experts + 1)
+    weights = shares.new_ones(()) if mask is None else mask[..., None].to(shares.dtype)
+    return counts.scatter_add_(1, chosen.flatten(1), weights.expand_as(chosen).flatten(1))[:, :num_experts]
 
 
 def _over(sums: TokenSums, axis: DeviceMesh) -> TokenSums:
     """The sums over all ranks, with group_size times the gradient of this rank's own."""
     sizes = [sums.counts.shape[1], sums.probabilities.shape[1], 1, 1]
-    own = torch.cat([sums.counts, sums.probabilities, sums.squares[:, None], sums.tokens[:, None]], 1)
+    tokens = sums.squares.new_full(sums.squares.shape, sums.tokens) if isinstance(sums.tokens, int) else sums.tokens
+    own = torch.cat([sums.counts, sums.probabilities, sums.squares[:, None], tokens[:, None]], 1)
     # In fp64 counts stay whole numbers.
     whole = summed(own.detach().double(), axis).to(own.dtype) + (own - own.detach()) * axis.size()
     counts, shares, squares, tokens = whole.split(sizes, 1)

@@ -11,7 +11,7 @@ from torch import nn
 
 from disttrain.errors import RoutingError
 from disttrain.experts.routing.axes import checked_axis, summed
-from disttrain.experts.routing.counters import SUMS, RouterCounters
+from disttrain.experts.routing.counters import MEANS, RouterCounters
 from disttrain.mesh import DeviceMesh
 
 
@@ -25,7 +25,7 @@ class RouterStatistics:
     entropy: float
     """The mean over tokens of the entropy of the experts' probabilities, in nats: log(num_experts) if all are alike."""
     balance_loss: float
-    """The mean over passes, without its coefficient; 0 where the router has none."""
+    """The mean over passes, by their tokens, without its coefficient; 0 where the router has none."""
     z_loss: float
     num_dropped: int
     """Choices that experts without room did not take."""
@@ -70,32 +70,32 @@ def read_statistics(module: nn.Module, axis: DeviceMesh | None = None) -> dict[s
     if not named:
         return {}
     numbers: list[float] = summed(torch.cat([each.since_read() for each in named.values()]), axis).tolist()
-    statistics, bad = {}, {}
+    statistics, bad = {}, []
     for name, each in named.items():
         own, numbers = numbers[: len(each.counts)], numbers[len(each.counts) :]
-        sums = dict(zip(SUMS, own[-len(SUMS) :], strict=True))
-        if sums["nan"]:
-            bad[name] = int(sums["nan"])
-        statistics[name] = _statistics(own[: each.num_experts], sums)
+        statistics[name] = _statistics(own, each.num_experts, each.top_k)
+        if math.isnan(statistics[name].entropy):
+            bad.append(name or "the router")
     if bad:
-        name, count = next(iter(bad.items()))
-        more = f", and {len(bad) - 1} more routers" if len(bad) > 1 else ""
-        problem = f"{count} tokens had nan in the scores of {name or 'the router'}{more}."
+        more = f", and of {len(bad) - 1} more routers" if len(bad) > 1 else ""
         remedy = "Look for what gave it, before the router; padding is left out by `mask`."
         rank = None if axis is None else axis.get_rank()
-        raise RoutingError("read_statistics", problem, remedy, rank=rank)
+        raise RoutingError("read_statistics", f"tokens had nan in the scores of {bad[0]}{more}.", remedy, rank=rank)
     return statistics
 
 
-def _statistics(tokens_per_expert: list[float], sums: Mapping[str, float]) -> RouterStatistics:
-    tokens, passes = max(1.0, sums["tokens"]), max(1.0, sums["passes"])
+def _statistics(numbers: list[float], num_experts: int, top_k: int) -> RouterStatistics:
+    choices, padding, others = numbers[:num_experts], numbers[num_experts], numbers[num_experts + 1 :]
+    num_tokens, num_rows = sum(choices) / top_k, (sum(choices) + padding) / top_k
+    entropy, balance_loss, z_loss = others[: len(MEANS)]
     return RouterStatistics(
-        tuple(map(int, tokens_per_expert)),
-        int(sums["tokens"]),
-        sums["entropy"] / tokens,
-        sums["balance_loss"] / passes,
-        sums["z_loss"] / passes,
-        int(sums["dropped"]),
+        tuple(map(int, choices)),
+        int(num_tokens),
+        # The mean over all experts and tokens has been counted, padding as zeros.
+        entropy * num_experts / max(1.0, num_tokens),
+        balance_loss / max(1.0, num_rows),
+        z_loss / max(1.0, num_rows),
+        int(others[-1]),
     )
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import nn
 
 from disttrain.experts.routing.axes import checked_axis
 from disttrain.experts.routing.balance import Balance, balance_of, token_sums, with_loss, z_of
 from disttrain.experts.routing.choice import Routing, probabilities
-from disttrain.experts.routing.counters import SUMS, RouterCounters
+from disttrain.experts.routing.counters import RouterCounters
 from disttrain.experts.routing.rule import RouterRule
 from disttrain.mesh import DeviceMesh
 
@@ -31,7 +29,7 @@ class RouterWatch(RouterCounters):
         batch_axis: DeviceMesh | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(rule.num_experts, device)
+        super().__init__(rule.num_experts, rule.top_k, device)
         self.rule = rule
         self.balance = balance
         self.batch_axis = checked_axis("Router", batch_axis)
@@ -39,7 +37,10 @@ class RouterWatch(RouterCounters):
 
     def reset_buffer(self, name: str) -> None:
         """See `KeepsDtypes`."""
-        self.get_buffer(name).fill_(1.0 if name == "loss_scale" else 0.0)
+        if name == "loss_scale":
+            self.loss_scale.fill_(1.0)
+        else:
+            super().reset_buffer(name)
 
     def take(self, routing: Routing, mask: torch.Tensor | None = None, num_sequences: int = 1) -> torch.Tensor:
         """Returns the weights, with the losses in their backward pass.
@@ -48,36 +49,25 @@ class RouterWatch(RouterCounters):
         Collective: with losses over the batch, one all-reduce over batch_axis.
         """
         balance, weights = self.balance, routing.weights
-        losses = (routing.scores.new_zeros(()),) * 2
+        shares, losses = probabilities(routing, self.rule), []
         if balance.has_losses:
             sums = token_sums(
                 routing,
                 self.rule,
+                shares,
                 mask=mask,
                 num_sequences=num_sequences,
                 axis=self.batch_axis if balance.over == "batch" else None,
                 counts_by_score=balance.counts_by_score,
             )
-            losses = balance_of(sums, self.rule, is_per_choice=balance.is_per_choice), z_of(sums)
+            losses = [balance_of(sums, self.rule, is_per_choice=balance.is_per_choice), z_of(sums)]
             loss = balance.aux_loss_coeff * losses[0] + balance.z_loss_coeff * losses[1]
             weights = with_loss(weights, loss, self.loss_scale)
-        self._count(routing, losses, mask)
+        with torch.no_grad():
+            # What follows the host must do for each layer: as few launches as it takes.
+            shares = shares if mask is None else shares.masked_fill(~mask[:, None], 0)
+            self.add(routing.indices, torch.stack([torch.special.entr(shares).mean(), *losses]))
         return weights
-
-    @torch.no_grad()
-    def _count(self, routing: Routing, losses: Sequence[torch.Tensor], mask: torch.Tensor | None) -> None:
-        entropy = torch.special.entr(probabilities(routing, self.rule)).sum(1)
-        counted = torch.ones_like(entropy) if mask is None else mask.to(entropy.dtype)
-        sums = {
-            "passes": entropy.new_ones(()),
-            "tokens": counted.sum(),
-            "entropy": (entropy.nan_to_num() * counted).sum(),
-            "balance_loss": losses[0].nan_to_num(),
-            "z_loss": losses[1].nan_to_num(),
-            "nan": routing.weights.isnan().any(1).sum(),
-            "dropped": entropy.new_zeros(()),
-        }
-        self.add(routing.indices, torch.stack([sums[name].double() for name in SUMS]))
 
 
 @torch.no_grad()
