@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+import disttrain
 from disttrain.errors import RoutingError, ShapeError
 from disttrain.experts import (
     Balance,
@@ -27,6 +31,8 @@ from disttrain.experts import (
     update_expert_biases,
     z_loss,
 )
+from disttrain.reports import PAGE_BYTES
+from disttrain.trackers import track
 from tests.cases.kernels import drawn
 
 HIDDEN = 6
@@ -262,6 +268,60 @@ def test_numbers_for_reports_and_trackers() -> None:
     assert by_router["experts load second/1"] == 0.0
     assert expert_numbers(read_statistics(model)) == {}  # read already
     assert read_statistics(nn.Linear(1, 1)) == {}
+
+
+def test_nothing_is_asked_of_the_host() -> None:
+    # A fake tensor refuses to tell its values.
+    with FakeTensorMode():
+        rule = RouterRule(8, 2, score="sigmoid", num_groups=4, top_groups=2)
+        for over in ("rank", "sequence"):
+            balance = Balance(aux_loss_coeff=0.1, z_loss_coeff=0.1, over=over, bias_update_rate=0.1)
+            router = Router(HIDDEN, rule, balance)
+            mask = torch.empty(3, 4, dtype=torch.bool)
+            for given in (None, mask):
+                router(torch.empty(3, 4, HIDDEN), given).weights.sum().backward()
+            router.counters.add_dropped(torch.empty((), dtype=torch.int64))
+            update_expert_biases(router)
+            set_loss_scale(router, torch.empty(()))
+            with pytest.raises(DataDependentOutputException):
+                read_statistics(router)
+
+
+class Recorded:
+    """A tracker that keeps what it is given."""
+
+    name = "recorded"
+
+    def __init__(self) -> None:
+        self.numbers: dict[int, dict[str, float]] = defaultdict(dict)
+
+    def open(self, run_id: str | None, first_step: int, config: Mapping[str, Any]) -> str:
+        return "run"
+
+    def log(self, numbers: Mapping[str, float], step: int, time_s: float) -> None:
+        self.numbers[step].update(numbers)
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_reports_reach_trackers_under_names_in_groups() -> None:
+    router = Router(HIDDEN, RouterRule(4, 2))
+    tracker = Recorded()
+    with track(tracker) as tracking:
+        for step in range(2):
+            router(drawn(5, HIDDEN).float())
+            told = read_statistics(router)
+            disttrain.report(step=step, loss=1.0, **expert_numbers(told))
+            tracking.write(step, router_numbers(told))
+    of_step = tracker.numbers[1]
+    assert of_step["loss"] == 1.0
+    assert of_step["experts/max_load"] == of_step["experts max_load/router"] >= 1
+    # A page of reports holds them.
+    assert len(json.dumps({**expert_numbers(told), "loss": 1.0})) < PAGE_BYTES / 4
 
 
 def test_nan_that_nobody_waited_for_is_told_at_the_reading() -> None:
