@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import disttrain
 from disttrain.errors import BackendError, MeshError, RoutingError, ShapeError
@@ -21,6 +24,7 @@ from disttrain.experts import (
     update_expert_biases,
     z_loss,
 )
+from disttrain.fsdp2 import fully_shard
 from disttrain.mesh import init_device_mesh
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.cases.kernels import drawn
@@ -171,6 +175,61 @@ def test_tokens_of_the_wrong_width_on_one_rank() -> None:
     else:
         with pytest.raises(BackendError, match="rank 1 refused Router: tokens have shape"):
             router(torch.zeros(3, HIDDEN))
+
+
+class Block(nn.Module):
+    """Tokens times a number of each of their experts."""
+
+    def __init__(self, axis: Any) -> None:
+        super().__init__()
+        balance = Balance(aux_loss_coeff=0.3, z_loss_coeff=0.2, over="batch", bias_update_rate=0.1)
+        self.router = Router(HIDDEN, RULE, balance, batch_axis=axis, dtype=torch.float64)
+        self.factors = nn.Parameter(drawn(5, HIDDEN, seed=4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, indices, *_ = self.router(x)
+        return x + (self.factors[indices] * weights[..., None]).sum(-2).view_as(x)
+
+
+def blocks_of(axis: Any) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(Block(axis), Block(axis))
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_sharded_models_train_as_one_process_does(recomputes: bool) -> None:
+    size, rank = disttrain.get_world_size(), disttrain.get_rank()
+    mesh = mesh_of((size,))
+    ours, wanted = copy.deepcopy(blocks_of(mesh)), blocks_of(None)
+    for block in ours:
+        fully_shard(block, mesh=mesh)
+    fully_shard(ours, mesh=mesh)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, wanted)]
+    for step in range(3):
+        x = drawn(4 * size, HIDDEN, seed=10 + step)
+        out = x[4 * rank : 4 * (rank + 1)]
+        for block in ours:
+            out = checkpoint(block, out, use_reentrant=False) if recomputes else block(out)
+        losses = out.square().mean(), wanted(x).square().mean()
+        for loss, optimizer, model in zip(losses, optimizers, (ours, wanted), strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            update_expert_biases(model)
+        for parameter, other in zip(ours.parameters(), wanted.parameters(), strict=True):
+            torch.testing.assert_close(parameter.full_tensor(), other)
+        assert [*read_statistics(ours, mesh).values()] == [
+            replace(
+                told,
+                entropy=pytest.approx(told.entropy),
+                balance_loss=pytest.approx(told.balance_loss),
+                z_loss=pytest.approx(told.z_loss),
+            )
+            for told in read_statistics(wanted).values()
+        ]
+    for block, other in zip(ours, wanted, strict=True):
+        assert torch.equal(block.router.expert_bias, other.router.expert_bias)
 
 
 @on_ranks(2)
