@@ -147,6 +147,33 @@ def test_fp32_inside_whatever_the_tokens_are() -> None:
     assert as_bf16.counters.counts.dtype == torch.float64
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_gradients_of_bf16_tokens_without_a_wider_copy(is_compiled: bool) -> None:
+    torch._dynamo.reset()
+    results, kept = [], []
+    for linear_dtype in (torch.float32, torch.float64, None):
+        router = Router(HIDDEN, RouterRule(6, 2), bias=True, linear_dtype=linear_dtype).bfloat16()
+        with torch.no_grad():
+            router.weight.copy_(drawn(6, HIDDEN, seed=2))
+            assert router.bias is not None
+            router.bias.zero_()
+        run = torch.compile(router, backend="aot_eager", fullgraph=True) if is_compiled else router
+        x = drawn(40, HIDDEN).bfloat16().requires_grad_()
+        sizes: list[tuple[torch.dtype, torch.Size]] = []
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda kept, sizes=sizes: sizes.append((kept.dtype, kept.shape)) or kept, lambda kept: kept
+        ):
+            routing = run(x)
+        kept += [dtype for dtype, shape in sizes if shape == x.shape]
+        (routing.logits * drawn(40, 6, seed=7)).sum().backward()
+        results.append([x.grad, router.weight.grad, router.bias.grad])
+    assert set(kept) == {torch.bfloat16}
+    for tolerance, narrow in ((1e-5, results[0]), (0.03, results[2])):
+        for ours, wanted in zip(narrow, results[1], strict=True):
+            assert ours.dtype == torch.bfloat16
+            torch.testing.assert_close(ours, wanted, atol=tolerance, rtol=0.02)
+
+
 def test_sigmoids_that_are_all_zero_give_zeros() -> None:
     routing = choose(torch.full((2, 4), -1e4), RouterRule(4, 2, score="sigmoid"))
     assert routing.weights.tolist() == [[0.0, 0.0]] * 2

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from disttrain.autocast import is_within_autocast
 from disttrain.errors import ShapeError
 from disttrain.experts.routing.axes import checked_axis
 from disttrain.experts.routing.balance import Balance
 from disttrain.experts.routing.choice import Routing, choose, tell
 from disttrain.experts.routing.counters import KeepsDtypes
+from disttrain.experts.routing.logits import logits_of
 from disttrain.experts.routing.rule import RouterRule
 from disttrain.experts.routing.watch import RouterWatch
 from disttrain.mesh import DeviceMesh
@@ -110,10 +108,7 @@ class Router(KeepsDtypes):
         jitter = self.rule.input_jitter
         if jitter and self.training:
             x = x * torch.empty_like(x).uniform_(1 - jitter, 1 + jitter)
-        dtype = torch.promote_types(self.linear_dtype or x.dtype, x.dtype)
-        off = torch.autocast(x.device.type, enabled=False) if is_within_autocast(x.device) else nullcontext()
-        with off:
-            return F.linear(x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+        return logits_of(x, self.weight, self.bias, self.linear_dtype)
 
     def _num_sequences(self, x: torch.Tensor) -> int:
         if self.counters.balance.over != "sequence":
