@@ -244,6 +244,7 @@ WRONG_RULES: dict[str, tuple[dict[str, Any], str]] = {
     "epsilon": ({"epsilon": -1.0}, r"epsilon is -1\.0"),
     "groups": ({"num_groups": 3}, "num_experts is 8, num_groups 3; groups have equal sizes"),
     "top groups": ({"num_groups": 2, "top_groups": 3}, "top_groups is 3 of 2 groups"),
+    "no groups": ({"top_groups": 2}, "top_groups is 2 of 1 groups"),
     "few": ({"num_groups": 4, "top_k": 3}, "top_k is 3, and top_groups=1 groups have 2 experts. Give top_groups=2"),
     "small": ({"num_groups": 8, "top_groups": 4}, "group_top_scores is 2, and a group has 1 experts. Give 1 to 1"),
 }

@@ -83,6 +83,11 @@ class RouterCounters(KeepsDtypes):
         """See `KeepsDtypes`."""
         self.get_buffer(name).fill_(1.0 if name == "one" else 0.0)
 
+    def reset_buffers(self) -> None:
+        """Begins to count anew."""
+        for name, _ in self.named_buffers(recurse=False):
+            self.reset_buffer(name)
+
     def add(self, indices: torch.Tensor, means: torch.Tensor) -> None:
         """Counts a forward, but not its recomputation.
 

@@ -71,13 +71,14 @@ class Router(KeepsDtypes):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws the parameters as nn.Linear does, and sets expert_bias to zero."""
+        """Draws the parameters as nn.Linear does, and has the buffers begin anew."""
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         if self.bias is not None:
             bound = 1 / math.sqrt(self.hidden_size)
             nn.init.uniform_(self.bias, -bound, bound)
         if self.expert_bias is not None:
             nn.init.zeros_(self.expert_bias)
+        self.counters.reset_buffers()
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> Routing:
         """Routes tokens.

@@ -72,6 +72,10 @@ class RouterRule:
             )
         if self.score not in SCORES:
             raise _error(f"score is {self.score!r}.", f"Give one of {', '.join(SCORES)}.")
+        if self.top_groups > self.num_groups:
+            raise _error(
+                f"top_groups is {self.top_groups} of {self.num_groups} groups.", f"Give 1 to {self.num_groups}."
+            )
         if self.num_groups > 1:
             self._check_groups()
 
@@ -99,10 +103,6 @@ class RouterRule:
             raise _error(
                 f"num_experts is {self.num_experts}, num_groups {self.num_groups}; groups have equal sizes.",
                 "Give a divisor of num_experts.",
-            )
-        if self.top_groups > self.num_groups:
-            raise _error(
-                f"top_groups is {self.top_groups} of {self.num_groups} groups.", f"Give 1 to {self.num_groups}."
             )
         allowed = self.top_groups * self.group_size
         if allowed < self.top_k:
