@@ -1,6 +1,7 @@
 """Routing: which experts a token goes to and by which weights, what keeps their loads even, and what is told of it.
 
-    router = Router(hidden_size, RouterRule(64, 6, score="sigmoid"), Balance(aux_loss_coeff=1e-4, bias_update_rate=1e-3))
+    rule, balance = RouterRule(64, 6, score="sigmoid"), Balance(aux_loss_coeff=1e-4, bias_update_rate=1e-3)
+    router = Router(hidden_size, rule, balance)
     weights, indices, *_ = router(x)            # the losses come with the weights' gradient
     ...
     optimizer.step()
