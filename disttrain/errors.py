@@ -21,6 +21,7 @@
     ├── LayoutError                  placements that cannot be, or an operation with no rule for them
     ├── RankMismatchError            compare_ranks() has found ranks that do different things, or hold different values
     ├── ShardingError                fully_shard or a parallel style on a module it cannot take
+    ├── RoutingError                 a router's rule that cannot be, or scores that are nan (a ValueError too)
     ├── CompileError                 compile_blocks on a model it cannot take, or in an order that would be wrong
     ├── ScheduleError                a pipeline schedule that cannot be made, or must not be run (a ValueError too)
     ├── CheckpointError              a save that cannot be written or read
@@ -181,6 +182,10 @@ class RankMismatchError(DisttrainError):
 
 class ShardingError(DisttrainError):
     """`fully_shard` or a parallel style met a module or parameter it cannot take."""
+
+
+class RoutingError(DisttrainError, ValueError):
+    """A router's rule that cannot be, or scores of experts that are nan."""
 
 
 class CompileError(DisttrainError):
