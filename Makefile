@@ -26,8 +26,8 @@ train: $(READY) ## Train a small language model on two processes of this machine
 test: $(READY) ## Run all tests.
 	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
-wheels: $(READY) ## Follow the tutorial with the wheel on other Pythons, too (PYTHONS), each with a torch of its own.
-	@mkdir -p build/wheels; ready=; for python in $(PYTHONS); do \
+wheels: $(READY) ## Follow the tutorial with the wheel, on other Pythons too (PYTHONS), each with a torch of its own.
+	@mkdir -p build/wheels; ready="$(CURDIR)/$(BIN)/python"; for python in $(PYTHONS); do \
 	  "$$python" -c '' 2>/dev/null || { echo "skipped: there is no $$python"; continue; }; \
 	  home=build/wheels/$$(basename $$python); "$$python" -m venv $$home && \
 	  $$home/bin/python -m pip install --quiet '$(TORCH)' msgpack numpy uvloop xxhash || exit 1; \
