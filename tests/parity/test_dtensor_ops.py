@@ -47,7 +47,7 @@ SAMPLED = (
     "sum",
     "view_as",
 )
-"""One or two of each family that tests/unit/test_dtensor_*.py try case by case; `python -m tests.dtensor_ops` tries all."""
+"""A few of each family; `python -m tests.dtensor_ops` tries all. tests/unit/test_dtensor_*.py have others by case."""
 
 
 @pytest.mark.parametrize("name", SAMPLED)
