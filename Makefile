@@ -9,13 +9,14 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 ARGS ?=
 PYTHONS ?= python3.12 python3.13
+SEED ?= $(shell date +%s)
 
 BIN := .venv/bin
 READY := .venv/.ready
 DOCS_READY := .venv/.docs-ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
 
-.PHONY: help train test wheels check docs format bench clean
+.PHONY: help train test fuzz wheels check docs format bench clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -26,8 +27,14 @@ train: $(READY) ## Train a small language model on two processes of this machine
 test: $(READY) ## Run all tests.
 	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
-wheels: $(READY) ## Follow the tutorial with the wheel on other Pythons, too (PYTHONS), each with a torch of its own.
-	@mkdir -p build/wheels; ready=; for python in $(PYTHONS); do \
+fuzz: $(READY) ## Look by random programs, uses and faults for what no test has shown: for each 10 minutes, from SEED on.
+	$(BIN)/python -m tests.dtensor_programs --seconds 600 --seed $(SEED)
+	$(BIN)/python -m tests.view_programs --seconds 600 --first $(SEED)
+	$(BIN)/python -m tests.fsdp2_uses --seconds 600 --seed $(SEED)
+	$(BIN)/python -m tests.launch_faults --runs 200 --seed $(SEED)
+
+wheels: $(READY) ## Follow the tutorial with the wheel, on other Pythons too (PYTHONS), each with a torch of its own.
+	@mkdir -p build/wheels; ready="$(CURDIR)/$(BIN)/python"; for python in $(PYTHONS); do \
 	  "$$python" -c '' 2>/dev/null || { echo "skipped: there is no $$python"; continue; }; \
 	  home=build/wheels/$$(basename $$python); "$$python" -m venv $$home && \
 	  $$home/bin/python -m pip install --quiet '$(TORCH)' msgpack numpy uvloop xxhash || exit 1; \

@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ import pytest
 
 from tests.forkserver.process import WRITERS, ForkServer
 from tests.forkserver.server import GARBAGE_THRESHOLD, listening
+from tests.surroundings.inductor_kernels import link_kernels
 
 if TYPE_CHECKING:
     from disttrain.testing import RankPool
@@ -179,14 +180,6 @@ def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
         yield
     if is_ours:
         link_kernels(cache, kept)
-
-
-def link_kernels(source: Path, target: Path) -> None:
-    """Puts the compiled C++ of one of Inductor's caches into another as well."""
-    for file in source.glob("??/*.so"):
-        (target / file.parent.name).mkdir(exist_ok=True)
-        with suppress(OSError):  # it is there already, or files cannot have two names
-            os.link(file, target / file.parent.name / file.name)
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import disttrain
+from tests.pages.code import blocks
 from tests.surroundings.installed import built_wheel, new_environment
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +40,7 @@ def test_it_has_all_files(wheel: Path) -> None:
 
 
 def test_its_programs_run_elsewhere(wheel: Path, tmp_path: Path) -> None:
-    """docs/tutorial.md is followed with them by tests/multirank/test_tutorial.py."""
+    """`make wheels` follows all of docs/tutorial.md with them."""
     variables = new_environment(tmp_path / "environment", wheel)
 
     def said(*command: str) -> str:
@@ -54,5 +55,8 @@ def test_its_programs_run_elsewhere(wheel: Path, tmp_path: Path) -> None:
     assert "--nproc-per-node" in said("disttrain-launch", "--help")
     assert "--html" in said("disttrain-flight", "--help")
     assert f"disttrain                 {version}" in said("python", "-m", "disttrain", "info")
+    (training,) = (block for block in blocks("docs/tutorial.md") if block.title == "train.py")
+    (tmp_path / "train.py").write_text(training.text, encoding="utf-8")
+    assert "step  0: loss 2.2554" in said("disttrain-launch", "train.py", "--mesh", "dp=1,tp=1", "--steps", "2")
     said("python", "-m", "disttrain.examples", "examples")
     assert {path.name for path in (tmp_path / "examples").iterdir()} >= {"train_llama.py", "llama", "README.md"}

@@ -127,8 +127,8 @@ def _evaluated(
     ]
     results = function(*leaves)
     listed = tuple(results) if isinstance(results, list | tuple) else (results,)
-    total = sum((result * result.detach().cos()).sum() for result in listed if result.requires_grad)
-    total.backward()
+    differentiable = [result for result in listed if result.requires_grad]
+    torch.autograd.backward(differentiable, [result.detach().cos() for result in differentiable])
     return tuple(result.detach() for result in listed), [leaf.grad for leaf in leaves]
 
 

@@ -16,10 +16,11 @@ import disttrain
 from disttrain.testing import RankPool
 
 
-def printed(name: str, argv: list[str]) -> str:
-    """Rank task: the example's `main`, in the world that is there."""
+def printed(name: str, argv: list[str], num_steps: int) -> str:
+    """Rank task: the example's `main`, in the world that is there; a training that has more steps makes so many."""
     example = importlib.import_module(name)
     with (
+        mock.patch.object(example, "STEPS", num_steps) if num_steps else contextlib.nullcontext(),
         mock.patch.object(sys, "argv", [f"{name}.py", *argv]),
         mock.patch.object(disttrain, "init_process_group"),
         mock.patch.object(disttrain, "destroy_process_group"),
@@ -35,8 +36,8 @@ class Run:
     def __init__(self, rank_pool: RankPool) -> None:
         self._pool = rank_pool
 
-    def __call__(self, num_ranks: int, name: str, *argv: str | Path) -> str:
-        arguments = {"name": name, "argv": [str(one) for one in argv]}
+    def __call__(self, num_ranks: int, name: str, *argv: str | Path, num_steps: int = 0) -> str:
+        arguments = {"name": name, "argv": [str(one) for one in argv], "num_steps": num_steps}
         return "".join(self._pool.run(num_ranks, printed, arguments, timeout_s=100))
 
 
@@ -94,12 +95,13 @@ def test_tp_mlp(run: Run) -> None:
 
 
 def test_tp(run: Run) -> None:
-    output, num_tokens = run(4, "tp"), 256
+    output, num_tokens = run(4, "tp", num_steps=8), 256
     losses, losses_alone = (
-        [float(loss) for loss in re.findall(r"loss ([\d.]+), norm", text)] for text in (output, run(1, "tp"))
+        [float(loss) for loss in re.findall(r"loss ([\d.]+), norm", text)]
+        for text in (output, run(1, "tp", num_steps=8))
     )
-    assert len(losses) == 20
-    assert losses[-1] < 0.7 * losses[0]
+    assert len(losses) == 8
+    assert losses[-1] < 0.85 * losses[0]
     assert losses == pytest.approx(losses_alone, rel=1e-3)
 
     (found,) = re.findall(r"counted: ([\d,]+) bytes; the plan says ([\d,]+), and the loss sends ([\d,]+)", output)
@@ -141,10 +143,10 @@ def numbers_in(output: str) -> dict[str, list[tuple[float, float]]]:
 
 
 def test_pipeline(run: Run) -> None:
-    expected = numbers_in(run(1, "pipeline", "--schedule", "1F1B"))["1F1B"]  # of one stage, which is the model
-    assert len(expected) == 8
-    assert expected[-1][0] < 0.7 * expected[0][0]
-    output = run(4, "pipeline", "--schedule", *SCHEDULES)
+    expected = numbers_in(run(1, "pipeline", "--schedule", "1F1B", num_steps=4))["1F1B"]  # one stage is the model
+    assert len(expected) == 4
+    assert expected[-1][0] < 0.85 * expected[0][0]
+    output = run(4, "pipeline", "--schedule", *SCHEDULES, num_steps=4)
     found = numbers_in(output)
     assert sorted(found) == SCHEDULES
     for name, numbers in found.items():
@@ -167,12 +169,12 @@ def test_huggingface(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs transformers")
     losses = {}
     for num_ranks in (1, 4):
-        output = run(num_ranks, "huggingface", "--out", tmp_path / str(num_ranks))
+        output = run(num_ranks, "huggingface", "--out", tmp_path / str(num_ranks), num_steps=6)
         losses[num_ranks] = [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
         (difference,) = re.findall(r"computes the same logits but for (\S+)$", output, re.MULTILINE)
         assert float(difference) < 1e-5
-    assert len(losses[4]) == 12
-    assert losses[4][-1] < losses[4][0] - 1
+    assert len(losses[4]) == 6
+    assert losses[4][-1] < losses[4][0] - 0.4
     assert losses[4] == pytest.approx(losses[1], rel=1e-3)
 
 

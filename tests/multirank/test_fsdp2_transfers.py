@@ -118,13 +118,14 @@ def _local(tensor: Any) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def assert_alike(make: Any, **options: Any) -> None:
+def assert_alike(make: Any, *names: str, **options: Any) -> None:
+    """Of the forms with these `names`, or of all."""
     # What has more than a few elements is large.
     forms.COPY_BYTES_PER_S = 100 / forms.HOST_COLLECTIVE_S
     whole = make()
     expected = trained(copy.deepcopy(whole), TransferPolicy("flat"), **options)
-    for form, policy in FORMS.items():
-        found = trained(copy.deepcopy(whole), policy, **options)
+    for form in names or FORMS:
+        found = trained(copy.deepcopy(whole), FORMS[form], **options)
         assert len(found) == len(expected)
         for place, (one, other) in enumerate(zip(found, expected, strict=True)):
             assert torch.equal(one, other), (form, place)
@@ -135,6 +136,11 @@ def test_odd_models() -> None:
     assert_alike(Odd)
 
 
+# In each half there are both of those that copy nothing or little and those of a buffer, and one is reduced apart.
+HALVES = (
+    ("in place", "mixed, reduced apart", "two together"),
+    ("mixed", "three together, reduced apart", "all together"),
+)
 OPTIONS = {
     "bf16": {"mp_policy": BF16},
     "offloaded": {"mp_policy": ROUNDED, "offload_policy": CPUOffloadPolicy()},
@@ -150,7 +156,7 @@ OPTIONS = {
 @on_ranks(3)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_precision_and_memory(options: str) -> None:
-    assert_alike(Odd, **OPTIONS[options])
+    assert_alike(Odd, *HALVES[list(OPTIONS).index(options) % 2], **OPTIONS[options])
 
 
 @on_ranks(3)
@@ -162,7 +168,7 @@ def test_sharded_parts_of_sharded_modules() -> None:
 @pytest.mark.parametrize("after", [None, 2])
 def test_copies_and_parts_kept(after: int | None) -> None:
     mesh = disttrain.init_device_mesh("cpu", (4,) if after else (2, 2))
-    assert_alike(Odd, mesh=mesh, reshard_after_forward=after, mp_policy=BF16)
+    assert_alike(Odd, *HALVES[after is None], mesh=mesh, reshard_after_forward=after, mp_policy=BF16)
 
 
 @on_ranks(3)

@@ -18,7 +18,7 @@ from tests.fsdp2_uses.programs import Node, Program, Shard, Use
 from tests.fsdp2_uses.report import report_of, script_of
 from tests.fsdp2_uses.run import Difference, check
 
-NUM_SEEDS = 9
+NUM_SEEDS = 5
 """For each test; `python -m tests.fsdp2_uses --seconds 600` looks at more."""
 
 

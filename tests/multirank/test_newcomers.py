@@ -25,6 +25,8 @@ COMMANDS = [
     for block in blocks(PAGE)
     if block.language == "sh" and not block.title.startswith(NOT_RUN)
 ]
+SHORTENED = ("tp", "pipeline")
+"""Examples without a flag for their steps, which test_examples.py runs for longer."""
 COPYING = "python -m disttrain.examples examples"
 FAIL = {command for block in blocks(PAGE) if "on purpose" in block.title for command, _ in commands_with_output(block)}
 
@@ -33,8 +35,9 @@ def _here(command: str, server: ForkServer) -> list[str]:
     """The command with this interpreter's programs in place of those on the path, and a short training."""
     words = shlex.split(command)
     programs = {"python": [sys.executable], **{name: [sys.executable, "-m", module] for name, module in OURS.items()}}
+    words = [re.sub(rf"^examples/({'|'.join(SHORTENED)}).py$", r"examples/short_\1.py", word) for word in words]
     if "examples/train_llama.py" in words:
-        words += ["--steps", "4", "--sample", "8"]
+        words += ["--steps", "4", "--sample", "8", "--seq", "32", "--batch", "8"]
     return [*{**programs, "disttrain-launch": launcher(server)}[words[0]], *words[1:]]
 
 
@@ -57,6 +60,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) ->
     subprocess.run(_here(COPYING, fork_server), cwd=folder, env=environment(), check=True, capture_output=True)
     for block in SCRIPTS:
         (folder / block.title).write_text(block.text, encoding="utf-8")
+    for name in SHORTENED:
+        text = (folder / "examples" / f"{name}.py").read_text()
+        short, changes = re.subn(r"STEPS = (.*\b)\d+$", r"STEPS = \g<1>2", text, flags=re.MULTILINE)
+        assert changes == 1
+        (folder / "examples" / f"short_{name}.py").write_text(short)
     return folder
 
 

@@ -98,8 +98,15 @@ def check(
             torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(("name", "stages_per_rank"), SCHEDULES)
-@pytest.mark.parametrize("sizes", [PP_DP, PP_TP, ALL])
+# Each schedule with each axis, each pair of axes with stages of one and of two on a rank.
+@pytest.mark.parametrize(
+    ("sizes", "name", "stages_per_rank"),
+    [
+        *((PP_DP, *schedule) for schedule in SCHEDULES),
+        *((PP_TP, *schedule) for schedule in (SCHEDULES[0], SCHEDULES[1], SCHEDULES[4])),
+        *((ALL, *schedule) for schedule in (SCHEDULES[2], SCHEDULES[3])),
+    ],
+)
 def test_all_schedules_give_the_single_process_gradients(
     name: str, stages_per_rank: int, sizes: tuple[int, int, int]
 ) -> None:

@@ -21,10 +21,11 @@ from tests.cases.pipelines import Case, assert_same_state, close, mlp, rows, run
 
 
 def _all() -> list[Schedule]:
-    """Of each kind, for all counts that it can be for."""
+    """Of each kind, for two counts of microbatches by each count of ranks."""
     found = []
     names = [kind.name for kind in SCHEDULE_KINDS if kind.name != "ForwardOnly"]
-    for name, num_ranks, per_rank, num in itertools.product(names, (2, 3, 4), (1, 2), (4, 8, 9)):
+    counts = [(2, 4), (2, 9), (3, 4), (3, 9), (4, 8), (4, 9)]
+    for name, (num_ranks, num), per_rank in itertools.product(names, counts, (1, 2)):
         try:
             found.append(make_schedule(name, num_ranks, num, per_rank))
         except ScheduleError:
@@ -83,7 +84,7 @@ def test_what_torch_has_written(name: str, form: str, tmp_path: Path) -> None:
     same_as_whole(_case(plan), plan)
 
 
-@on_ranks(2, 4)
+@on_ranks(4)
 @pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"])
 def test_on_processes(name: str) -> None:
     plan = make_schedule(name, disttrain.get_world_size(), 8)

@@ -18,9 +18,9 @@ MESHES = {
     "dp=4": ("--microbatches", "2", "--reduce-each"),
     "tp=4": ("--recompute",),
     "pp=2,tp=2": ("--kernels", "--schedule", "GPipe"),
+    "replicate=2,tp=2": ("--microbatches", "2"),
     # dp=2,tp=2 is the mesh of the save below; pipelines of four ranks are those of test_train_llama_tied.
     # Nothing else starts so many ranks, so that these come last.
-    "replicate=2,dp=2,tp=2": ("--microbatches", "2"),
     "dp=2,tp=2,pp=2": ("--schedule", "ZBV", "--microbatches", "4"),
     "pp=2,replicate=2,dp=2": ("--schedule", "Interleaved1F1B"),
 }

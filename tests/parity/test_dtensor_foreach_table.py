@@ -70,7 +70,8 @@ def faults(op: OpOverload, kind: Placement, lay: Callable[[torch.Tensor], DTenso
     plain, (others, keywords) = written(kind), others_of(op)
     expected = op([*plain], *others, **keywords)
     is_write = op._schema.arguments[0].alias_info is not None
-    for lay_others in (lambda whole: distribute_tensor(whole, mesh, [Replicate()], src_data_rank=None), lay):
+    ways = [lambda whole: distribute_tensor(whole, mesh, [Replicate()], src_data_rank=None), lay]
+    for lay_others in ways if any(map(_is_list_of_tensors, others)) else ways[:1]:
         tensors = [lay(whole) for whole in written(kind)]
         arguments = [[*map(lay_others, value)] if _is_list_of_tensors(value) else value for value in others_of(op)[0]]
         try:

@@ -19,7 +19,7 @@ from tests.dtensor_ops.infos import all_infos, info_named, title
 from tests.dtensor_ops.judge import Outcome, judge
 from tests.dtensor_ops.page import MEANINGS, page
 
-TRIED = MESHES[:4]
+TRIED = MESHES[1:4]
 """`python -m tests.dtensor_ops` tries the others as well."""
 
 
@@ -30,42 +30,31 @@ def judged(name: str, *meshes: tuple[int, ...]) -> Outcome:
 
 SAMPLED = (
     "__getitem__",
-    "add",
     "as_strided",
     "cumsum",
-    "diagonal_copy",
     "einsum",
-    "expand",
-    "flip",
     "gather",
-    "histc",
     "index_put",
     "linalg.det",
-    "linalg.eigvals",
-    "linalg.matrix_rank",
     "masked_scatter",
     "mm",
     "nn.functional.avg_pool3d",
     "nn.functional.embedding",
-    "nn.functional.one_hot",
     "norm",
     "normal",
     "softmax",
     "sort",
     "sum",
-    "tensor_split",
-    "var",
     "view_as",
-    "vsplit",
 )
-"""A few of each family; `python -m tests.dtensor_ops` tries them all."""
+"""A few of each family; `python -m tests.dtensor_ops` tries all. tests/unit/test_dtensor_*.py have others by case."""
 
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_operators_are_right(name: str) -> None:
     outcome = judged(name)
     assert (outcome.verdict, outcome.example) == ("right", "")
-    assert outcome.num_cases > 20
+    assert outcome.num_cases > 15
 
 
 def test_wrong_values_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,12 +17,10 @@ from tests.dtensor_ops.rules.summary import Summary, judged
 
 SAMPLED = (
     "addmv",
-    "amax",
     "cat",
     "cumsum",
     "gather",
     "masked_fill",
-    "maximum",
     "nn.functional.embedding",
     "nn.functional.layer_norm",
     "nn.functional.mse_loss",

@@ -24,7 +24,7 @@ from disttrain.store import PrefixStore
 from disttrain.testing import RankPool
 
 NUM_RANKS = 2
-NUM_STEPS = 50
+NUM_STEPS = 30
 ROWS = 4
 SEED = 4
 
@@ -76,7 +76,7 @@ def of_fully_shard(rank_pool: RankPool) -> dict[str, Any]:
     for other in others:
         assert torch.equal(first["losses"], other["losses"])
         assert torch.equal(first["parameters"], other["parameters"])
-    assert first["losses"][-1] < first["losses"][0] - 1.5
+    assert first["losses"][-1] < first["losses"][0] - 1.2
     return first
 
 

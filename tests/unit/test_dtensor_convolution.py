@@ -36,11 +36,12 @@ CONVOLUTIONS: dict[str, tuple[Callable[..., torch.Tensor], list[torch.Tensor]]] 
 }
 
 
-@pytest.mark.parametrize("mesh_shape", [(2,), (3,), (4,), (2, 2), (1, 3)])
+# Of axes of three ranks there is one beside an axis of a single rank.
+@pytest.mark.parametrize("mesh_shape", [(2,), (4,), (2, 2), (1, 3)])
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_values_and_gradients(name: str, mesh_shape: tuple[int, ...]) -> None:
     function, operands = CONVOLUTIONS[name]
-    check(function, *operands, meshes=(mesh_shape,), num_choices=12, gradients=True)
+    check(function, *operands, meshes=(mesh_shape,), num_choices=8, gradients=True)
 
 
 def test_sizes_that_leave_nothing_are_taken_or_refused_by_all_ranks() -> None:

@@ -22,8 +22,17 @@ def bag(**options: Any) -> Any:
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-@pytest.mark.parametrize("options", [{}, {"padding_idx": 2}, {"include_last_offset": True}], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+# Of float32 torch has another kernel, whatever the options.
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({}, torch.float32),
+        ({"padding_idx": 2}, torch.float64),
+        ({"include_last_offset": True}, torch.float64),
+        ({"include_last_offset": True, "padding_idx": 2}, torch.float32),
+    ],
+    ids=str,
+)
 def test_bags(mode: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     check(
         bag(mode=mode, **options),
@@ -46,7 +55,7 @@ def test_weighted_bags() -> None:
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_few_features(mode: str) -> None:
-    check(bag(mode=mode), normal(7, 1), INDICES, OFFSETS, num_choices=27, gradients=True, may_be_partial=False)
+    check(bag(mode=mode), normal(7, 1), INDICES, OFFSETS, num_choices=12, gradients=True, may_be_partial=False)
 
 
 ROWS = torch.tensor([[1, 2], [3, 2], [5, 6], [1, 1], [0, 2], [6, 5]])

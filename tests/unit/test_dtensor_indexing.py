@@ -14,7 +14,7 @@ from disttrain.dtensor import CommDebugMode, DTensor, Partial, Placement, Replic
 from disttrain.testing import run_threads
 from tests.cases.layouts import Case, integers, normal, right
 
-MESHES = [(3,), (6,), (2, 2), (1, 3), (2, 1)]
+MESHES = [(6,), (2, 2), (1, 3), (2, 1)]
 aten = torch.ops.aten
 
 X, CUBE = normal(5, 4), normal(3, 5, 2)

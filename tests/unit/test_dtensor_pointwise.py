@@ -14,7 +14,7 @@ from disttrain.dtensor import CommDebugMode, DTensor, Partial, Placement, Replic
 from disttrain.testing import run_threads
 from tests.cases.layouts import Case, integers, normal, part, right
 
-MESHES = [(3,), (6,), (2, 3), (1, 3), (2, 1)]
+MESHES = [(6,), (2, 3), (1, 3), (2, 1)]
 
 X, Y, ROW = normal(5, 4), normal(5, 4, seed=3), normal(4, seed=5)
 COUNTS, FLAGS = integers(9, 5, 4) - 3, X > 0

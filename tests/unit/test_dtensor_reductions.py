@@ -15,7 +15,7 @@ from disttrain.testing import run_threads
 from tests.cases.layouts import Case, integers, normal, right
 
 # Three ranks cut 5 rows unevenly; six leave one without any, and in 2 x 3 some have rows without columns.
-MESHES = [(3,), (6,), (2, 3), (1, 3), (2, 1)]
+MESHES = [(6,), (2, 3), (1, 3), (2, 1)]
 
 X, Y = normal(5, 4), normal(5, 4, seed=3)
 CUBE = normal(3, 5, 2)

@@ -15,7 +15,7 @@ from tests.cases.shardings import check, mesh_of, normal
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no sharding rule")
 
-MESHES = ((2,), (3,), (4,), (2, 2), (1, 3))
+MESHES = ((2,), (4,), (2, 2), (1, 3))
 X = normal(5, 3)
 PARTS = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
 

@@ -61,6 +61,13 @@ MESHES: dict[tuple[int, ...], list[tuple[Placement, ...]]] = {
     (2, 2): [(Shard(0), Shard(0)), (Shard(1), Shard(0)), (Partial(), Shard(0)), (Replicate(), Shard(0))],
 }
 
+
+def _placements(name: str, mesh_shape: tuple[int, ...]) -> list[tuple[Placement, ...]]:
+    """Those of one chain: on two axes every other of them, and the rest for the next chain."""
+    placements = MESHES[mesh_shape]
+    return placements[list(CHAINS).index(name) % 2 :: 2] if len(mesh_shape) == 2 else placements
+
+
 Write = Callable[[Any, Any, Any], Any]
 """Of the base, the view and a sibling of it."""
 
@@ -101,11 +108,11 @@ def _check_writes(chain: View, mesh: DeviceMesh, placements: tuple[Placement, ..
 def test_writes_to_the_base_and_to_views_are_seen_by_all(name: str, mesh_shape: tuple[int, ...]) -> None:
     def body() -> None:
         mesh = disttrain.init_device_mesh("cpu", mesh_shape)
-        for placements in MESHES[mesh_shape]:
+        for placements in _placements(name, mesh_shape):
             if Partial() in placements and name in ("bits", "expand, diagonal", "unfold, diagonal"):
                 continue
             _check_writes(CHAINS[name], mesh, placements, reads_between=True)
-        if len(MESHES[mesh_shape]) > 1:
+        if mesh_shape == (3,):
             _check_writes(CHAINS[name], mesh, MESHES[mesh_shape][0], reads_between=False)
 
     run_threads(torch.Size(mesh_shape).numel(), body)
@@ -239,7 +246,7 @@ def test_every_view_of_a_norm_can_be_read(order: float) -> None:
     run_threads(4, body, (2, 2), (Shard(0), Shard(2)))
 
 
-@pytest.mark.parametrize("first", range(0, 100, 20))
+@pytest.mark.parametrize("first", range(0, 60, 20))
 def test_random_programs_of_views_and_writes(first: int) -> None:
     for seed in range(first, first + 20):
         program = program_of(seed)

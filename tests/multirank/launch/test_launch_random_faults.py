@@ -14,7 +14,7 @@ from tests.launch_faults.plan import draw
 from tests.launch_faults.running import play_seed, unshare
 from tests.surroundings.programs import program
 
-SEEDS = (0, 3, 5, 6, 9, 11, 20, 28, 36, 39, 65, 117)
+SEEDS = (0, 3, 5, 6, 9, 11, 20, 36, 65, 117)
 
 
 @pytest.fixture(autouse=True)
