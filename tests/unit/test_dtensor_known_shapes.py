@@ -210,7 +210,8 @@ class DrawnOfKinds(Drawn):
         if operator in ("add", "mul", "sub", "remainder", "floor_divide"):
             whole = self.whole(shape)
             other = torch.empty(self.broadcast(shape), dtype=whole.dtype, device="meta")
-            return [whole, self.number() if overload == "Scalar" or self.is_rare(2) else other]
+            takes_number = overload == "Scalar" or (operator != "remainder" and self.is_rare(2))
+            return [whole, self.number() if takes_number else other]
         if operator == "clamp":
             return [operand, *self.random.choice([[None, 1], [0], [0, 1.5], [None, None]])]
         if operator.startswith(("lerp", "addc")) or operator in ("logical_and", "logical_or", "gelu_backward"):
