@@ -100,6 +100,13 @@ before = {*sys.modules}
 x + x, x @ x.t(), x.relu(), x.sum(), x.mean(), x.softmax(-1), layer_norm(x, (4,), bias, bias), linear(x, weight, bias)
 x.view(2, 4, 4).transpose(0, 1).reshape(8, 4).redistribute(mesh, [Replicate()] * 2)
 linear(gelu(linear(x, weight, bias)), weight).square().mean().backward()
+ids, rows = [distribute_tensor(torch.arange(8).view(*size), mesh, [Shard(0)] * 2) for size in ((8,), (8, 1))]
+torch.nn.functional.cross_entropy(torch.nn.functional.embedding(ids % 4, weight), ids % 4).backward()
+torch.cat([x, x], 1), torch.stack([x, x]), torch.where(x > 0, x, x), x.masked_fill(x == 1, 0.0), x.tril(), x.clamp(0, 1)
+x.sort(-1), x.topk(2), x.cumsum(-1), x.argmax(-1), x.amax(-1), x.logsumexp(-1), x.var(-1), torch.linalg.vector_norm(x)
+x.gather(1, rows % 4), x.scatter_add(1, rows % 4, x), x.index_select(1, weight.argmax(0)), weight.detach()[ids % 4]
+heads = x.view(4, 2, 2, 2).requires_grad_()
+torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True).sum().backward()
 print(sorted({*sys.modules} - before))
 """
 

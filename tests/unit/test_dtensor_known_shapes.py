@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from disttrain.dtensor.dispatch import global_outputs
+from disttrain.dtensor.dispatch.known_results import RESULTS, known_results
 from disttrain.dtensor.dispatch.known_shapes import FORMULAS, known_outputs
 
 Draw = Callable[[], list[Any]]
@@ -120,3 +121,134 @@ def test_a_formula_is_as_torch_or_is_not_there(op: Any) -> None:
             num_known += 1
             assert described(known) == described(global_outputs._outputs(op, args, {})), args
     assert num_known > 2
+
+
+class DrawnOfKinds(Drawn):
+    """Arguments of operators that compare, join, look up, order or scatter."""
+
+    def whole(self, shape: list[int], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32 if self.is_rare() else dtype, device="meta")
+
+    def number(self) -> Any:
+        return self.random.choice([2, 0.5, True, -1])
+
+    def operand(self, shape: list[int]) -> torch.Tensor:
+        return self.tensor(self.broadcast(shape)) if self.is_rare(3) else self.tensor(shape)
+
+    def smaller(self, shape: list[int]) -> list[int]:
+        return [max(size - self.is_rare(3), 0) for size in shape]
+
+    def arguments(self, name: str) -> list[Any]:  # noqa: C901, PLR0912, PLR0915  a case for each kind
+        name = name.removeprefix("aten.")
+        operator, overload = name.split(".")
+        shape, dim = self.shape(), self.dim()
+        some_dims = [self.dim() for _ in range(self.random.randint(0, 2))]
+        operand = self.tensor(shape)
+        mask = torch.empty(self.broadcast(shape), dtype=torch.bool, device="meta")
+        index = self.whole(self.smaller(shape))
+        if operator in ("cat", "stack"):
+            return [[operand, self.tensor(shape if self.is_rare(2) else self.smaller(shape))], dim]
+        if operator == "where":
+            return [mask, operand, self.operand(shape)]
+        if operator.startswith("masked_fill"):
+            value = self.tensor([]) if overload == "Tensor" else self.number()
+            return [operand, mask, value]
+        if operator == "embedding":
+            return [self.tensor(self.shape(2)), index]
+        if operator == "index":
+            return [operand, self.random.choice([[index], [index, None], [None, index]])]
+        if operator.startswith("nll_loss"):
+            scores = self.tensor(self.shape(self.random.choice([1, 2, 2, 2])))
+            target = self.whole([*scores.shape[:1]] if scores.ndim == 2 else [])
+            weight = self.vector([*scores.shape[-1:]])
+            reduction = self.random.randrange(3)
+            arguments = [scores, target, weight, reduction, -100]
+            if operator.endswith("forward"):
+                return arguments
+            grad = self.tensor([] if reduction else [*target.shape])
+            return [grad, *arguments, self.tensor([])]
+        if operator in ("mse_loss", "binary_cross_entropy_with_logits"):
+            other = self.operand(shape)
+            reduction = self.random.randrange(3)
+            return [operand, other, reduction] if operator == "mse_loss" else [operand, other, None, None, reduction]
+        if operator == "topk":
+            return [operand, self.random.randint(1, 3), dim]
+        if operator in ("sort", "cumsum"):
+            return [operand, dim]
+        if operator in ("argmax", "argmin"):
+            return [operand, self.random.choice([None, dim]), self.is_rare(2)]
+        if operator in ("any", "all"):
+            return [self.random.choice([operand, mask]), *([dim, self.is_rare(2)] if overload == "dim" else [])]
+        if operator in ("amax", "amin", "logsumexp"):
+            return [operand, some_dims, self.is_rare(2)]
+        if operator == "linalg_vector_norm":
+            return [operand, self.random.choice([1, 2, float("inf")]), self.random.choice([None, some_dims])]
+        if operator in ("var", "std"):
+            return [operand, self.random.choice([None, some_dims])]
+        if operator == "flip":
+            return [operand, some_dims]
+        if operator == "roll":
+            return [operand, [1] * len(some_dims), some_dims]
+        if operator in ("tril", "triu"):
+            return [operand, self.random.randint(-1, 1)]
+        if operator == "gather":
+            return [operand, dim, index]
+        if operator in ("scatter", "scatter_add"):
+            return [operand, dim, index, self.number() if overload == "value" else self.tensor(shape)]
+        if operator == "index_add":
+            chosen = self.whole(self.shape(1))
+            source = [*shape]
+            if -len(shape) <= dim < len(shape):
+                source[dim] = chosen.shape[0]
+            return [operand, dim, chosen, self.tensor(source)]
+        if operator.startswith("bitwise"):
+            first, second = (torch.empty(shape, dtype=each.dtype, device="meta") for each in (mask, index))
+            both = self.random.choice([[first, first], [second, second], [first, second]])
+            return both[:1] if operator == "bitwise_not" else both
+        if operator == "sum":
+            return [self.random.choice([operand, mask, index])]
+        if operator in ("add", "mul", "sub", "remainder", "floor_divide"):
+            whole = self.whole(shape)
+            other = torch.empty(self.broadcast(shape), dtype=whole.dtype, device="meta")
+            takes_number = overload == "Scalar" or (operator != "remainder" and self.is_rare(2))
+            return [whole, self.number() if takes_number else other]
+        if operator == "clamp":
+            return [operand, *self.random.choice([[None, 1], [0], [0, 1.5], [None, None]])]
+        if operator.startswith(("lerp", "addc")) or operator in ("logical_and", "logical_or", "gelu_backward"):
+            others = [self.operand(shape) for _ in range(2 if operator.startswith("addc") else 1)]
+            return [operand, *others, *([0.5] if operator.startswith("lerp") else [])]
+        if overload == "Scalar" or operator.startswith("clamp"):
+            return [operand, self.number()]
+        return [operand, self.operand(shape)] if overload == "Tensor" else [operand]
+
+
+@pytest.mark.parametrize("op", RESULTS, ids=str)
+def test_a_formula_of_several_dtypes_is_as_torch_or_is_not_there(op: Any) -> None:
+    num_known = 0
+    for seed in range(200):
+        args = DrawnOfKinds(seed).arguments(str(op))
+        kwargs = {"correction": 1} if str(op).endswith("correction") else {}
+        known = known_results(op, args, kwargs)
+        if known is not None:
+            num_known += 1
+            assert described(known) == described(global_outputs._outputs(op, args, kwargs)), args
+    assert num_known > 2
+
+
+def test_the_formula_of_attention_is_as_torch() -> None:
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    for shape in ([2, 3, 4, 5], [1, 3, 4, 5], [2, 1, 1, 8]):
+        for swapped in (False, True):
+            query, key = (torch.empty(shape, device="meta") for _ in range(2))
+            if swapped:
+                query, key = (
+                    torch.empty([shape[0], shape[2], shape[1], shape[3]], device="meta").transpose(1, 2)
+                    for _ in range(2)
+                )
+            args = [query, key, key, 0.0, True]
+            known = known_results(op, args, {})
+            if known is None:
+                assert swapped, "and a dim of one, so that the order of dims is not to be seen"
+                assert 1 in shape
+                continue
+            assert described(known) == described(global_outputs._outputs(op, args, {}))

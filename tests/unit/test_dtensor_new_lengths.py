@@ -32,16 +32,18 @@ def norm_and_mlp(mesh: DeviceMesh) -> torch.nn.Module:
     return model
 
 
-@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2), (2, 2, 2)])
+@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (2, 2), (1, 2), (4, 1), (2, 2, 2)])
 def test_a_model_is_planned_for_all_lengths_at_once(
     mesh_shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen: list[str] = []
-    find_rule, propagate = dispatch.find_rule, dispatch.propagate
+    find_rule, propagate, plan = dispatch.find_rule, dispatch.propagate, dispatch._plan
     monkeypatch.setattr(dispatch, "find_rule", lambda call: chosen.append(call.facts.name) or find_rule(call))
     monkeypatch.setattr(
         dispatch, "propagate", lambda call, rule: chosen.append(call.facts.name) or propagate(call, rule)
     )
+
+    monkeypatch.setattr(dispatch, "_plan", lambda wrap, op, *rest: chosen.append(str(op)) or plan(wrap, op, *rest))
 
     def body() -> None:
         mesh = disttrain.init_device_mesh("cpu", mesh_shape)

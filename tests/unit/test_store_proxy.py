@@ -342,3 +342,22 @@ def test_what_the_server_would_not_take_is_refused_here() -> None:
         reply = Decoder(FRAME_BYTES).feed(data)[0]
         assert reply[1] == Status.REFUSED
         assert words in reply[2]
+
+
+@pytest.mark.parametrize("num_waiting", [1, 50])
+def test_a_request_goes_at_once_where_the_others_only_wait(num_waiting: int) -> None:
+    """One after another they need no batch; while an answer is to come soon, what comes goes together."""
+    hub = ProxyHub(None, Limits())
+    line = Line(hub, itertools.count(1))
+    line.connect(0.0)
+    for number in range(num_waiting):
+        hub.received(line.connection, encode([number, int(Op.WATCH), f"board/{number}", None, 60.0]), 0.0)
+    assert len(hub.forwarding.frames()) == num_waiting
+    for number in range(num_waiting, num_waiting + 3):
+        assert not hub.forwarding.awaits_answers
+        hub.received(line.connection, encode([number, int(Op.SET), "key", b"value"]), 0.0)
+        (frame,) = hub.forwarding.frames()
+        assert hub.forwarding.awaits_answers
+        (request,) = Decoder(FRAME_BYTES).feed(frame)
+        hub.answered([[request[0], int(Status.OK), None]])
+    assert not hub.forwarding.awaits_answers

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 
-from disttrain.store import HashStore
+import pytest
+
+from disttrain.store import HashStore, responder
 from disttrain.store.responder import Responder
 
 
@@ -52,4 +54,55 @@ def test_a_notice_is_heard_by_all_and_again_until_it_is_settled() -> None:
     for member in members:
         member.close()
     assert not members[0].tell(b"second", "another name")
+    store.close()
+
+
+@pytest.mark.parametrize("num_questions", [100, 300])
+def test_questions_of_a_long_job_do_not_add_up(num_questions: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nobody misses one where several ask while a page is closed, nor a notice that was shown long before."""
+    monkeypatch.setattr(responder, "MAX_PAGE_BYTES", 200)
+    store = HashStore()
+    heard: list[list[bytes]] = [[] for _ in range(4)]
+    asked = [0] * 3
+    members = [
+        Responder(store, "health", rank, str.encode, lambda n, r=rank: not heard[r].append(n)) for rank in range(3)
+    ]
+    assert members[1].tell(b"ill", "a name")
+
+    def body(rank: int) -> None:
+        for number in range(num_questions // 3):
+            about = f"{rank} asks {number}"
+            assert members[rank].ask([0, 1, 2], 20, about) == dict.fromkeys(range(3), about.encode())
+            asked[rank] += 1
+
+    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [rank for rank, num_asked in enumerate(asked) if num_asked != num_questions // 3] == []
+    members.append(Responder(store, "health", 3, str.encode, lambda notice: not heard[3].append(notice)))
+    assert members[0].ask([3], 20, "late") == {3: b"late"}
+    assert heard == [[b"ill"]] * 4
+    pages = store.list_keys("health/board")
+    assert len(pages) <= 5
+    assert sum(len(store.get(page)) for page in pages) < 4000
+    assert store.list_keys("health/answers") == []
+    for member in members:
+        member.close()
+    store.close()
+
+
+def test_an_answer_that_came_late_is_cleared() -> None:
+    store = HashStore()
+    may_answer = threading.Event()
+    members = [Responder(store, "health", 0, str.encode)]
+    members.append(Responder(store, "health", 1, lambda about: str(may_answer.wait(20)).encode()))
+    assert members[0].ask([1], 0.05) == {}
+    may_answer.set()
+    assert members[0].ask([1], 20) == {1: b"True"}
+    assert members[0].ask([0], 20) == {0: b""}
+    assert [store.queue_len(f"health/answers/0.{number}") for number in (1, 2, 3)] == [0, 0, 0]
+    for member in members:
+        member.close()
     store.close()

@@ -2,7 +2,8 @@
 
 If nothing moves and all cuts are even, a rule's choice depends only on which sizes are one. The result then has the
 sizes of this rank's part, except in cut dims: each of these is as large as the operand's dim that is cut along the same
-axes. Views are planned by `sized_views.py`. Where operands move, the choice is kept, and is bound to each size.
+axes. Views are planned by `sized_views.py`. Where operands move, it holds for operands of one shape, or else the choice
+is kept, and is bound to each size.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import torch
 
 from disttrain.dtensor._torch import binding_of
 from disttrain.dtensor.dispatch.sized_views import SizedView, sized_view
+from disttrain.dtensor.redistribute.many import Move, Moves
 from disttrain.dtensor.rules import Compute, OpCall, Propagation, Rule
 from disttrain.dtensor.spec.layout import Layout, Spec
 from disttrain.dtensor.spec.shard_sizes import contiguous_strides
 
-Source = tuple[int, int] | None
-"""The argument and the dim of it whose size a cut dim of the result has; None: the dim is not cut."""
+Source = tuple[int, int, int]
+"""A dim of the result that is cut, the argument that has a dim of its size, and that dim."""
 
 
 class Choice(NamedTuple):
@@ -41,13 +43,28 @@ class AnySizePlan(NamedTuple):
     layouts: tuple[Layout, ...]
     sources: tuple[tuple[Source, ...], ...]
     is_tuple: bool
+    moves: tuple[tuple[int, Layout], ...] = ()
+    """Operands that are redistributed first, by position; all operands have one shape and one dtype then."""
 
-    def parts_and_specs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list[Spec | None] | None]:
+    def moving(self, args: Sequence[Any]) -> list[Move] | None:
+        """The moves of operands of these sizes; None where something else may be chosen for them."""
+        if not self.moves:
+            return []
+        specs = [args[position]._spec for position in self.positions]
+        if not are_equal(specs) or not all(specs[0].with_layout(layout).is_even for _, layout in self.moves):
+            return None
+        return [(position, args[position]._spec, layout) for position, layout in self.moves]
+
+    def parts_and_specs(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], moves: Sequence[Move]
+    ) -> tuple[Any, list[Spec | None] | None]:
         """This rank's parts of the results, as the operator returns them, and the results' specs, None for one that is
         no tensor; None where the parts' strides don't tell them."""
         local_args = [*args]
         for position in self.positions:
             local_args[position] = args[position]._local_tensor
+        if moves:
+            Moves(moves).run(local_args)
         parts = self.compute(*local_args, **kwargs)
         specs: list[Spec | None] = []
         for part, layout, sources in zip(parts if self.is_tuple else (parts,), self.layouts, self.sources, strict=True):
@@ -56,13 +73,10 @@ class AnySizePlan(NamedTuple):
                 continue
             if not part.is_contiguous():
                 return parts, None
-            shape = tuple(
-                [
-                    size if source is None else args[source[0]]._spec.shape[source[1]]
-                    for size, source in zip(part.shape, sources, strict=True)
-                ]
-            )
-            specs.append(Spec.interned(layout, shape, contiguous_strides(shape), part.dtype))
+            shape = [*part.shape]
+            for dim, position, operand_dim in sources:
+                shape[dim] = args[position]._spec.shape[operand_dim]
+            specs.append(Spec.interned(layout, tuple(shape), contiguous_strides(shape), part.dtype))
         return parts, specs
 
 
@@ -87,7 +101,7 @@ def any_size_plan(call: OpCall, rule: Rule, propagation: Propagation) -> AnySize
         return sized_view(call, rule, propagation) or _without_sizes(call, rule, propagation)
     is_plain = rule.localize is None and rule.joint is None and rule.fetch is None and not call.facts.is_view
     may_choose = is_plain and rule.shards_unevenly and are_equal(call.operands)
-    return Choice(rule, propagation) if may_choose else None
+    return (_without_sizes(call, rule, propagation) or Choice(rule, propagation)) if may_choose else None
 
 
 def _without_sizes(call: OpCall, rule: Rule, propagation: Propagation) -> AnySizePlan | None:
@@ -102,31 +116,43 @@ def _without_sizes(call: OpCall, rule: Rule, propagation: Propagation) -> AnySiz
     positions = tuple([index for index, value in enumerate(call.arguments) if isinstance(value, torch.Tensor)])
     if len(positions) != len(call.operands) or not all(output.is_contiguous() for output in call.outputs):
         return None
+    moves = []
+    for position, spec, moved in zip(positions, call.operands, propagation.operands, strict=True):
+        if spec is not None and moved is not None and spec.layout is not moved:
+            moves.append((position, moved))
     sources = []
     is_wanted = call.argument("output_mask", (True,) * len(call.outputs))
     for output, layout, is_made in zip(call.outputs, propagation.results, is_wanted, strict=True):
-        found = _sources(call, positions, layout, tuple(output.shape)) if is_made else ()
+        found = _sources(call, positions, propagation.operands, layout, tuple(output.shape)) if is_made else ()
         if found is None:
             return None
         sources.append(found)
     is_tuple = len(call.facts.returned) > 1
-    return AnySizePlan(compute, positions, propagation.results, tuple(sources), is_tuple) if sources else None
+    if not sources:
+        return None
+    return AnySizePlan(compute, positions, propagation.results, tuple(sources), is_tuple, tuple(moves))
 
 
 def _sources(
-    call: OpCall, positions: Sequence[int], layout: Layout, shape: tuple[int, ...]
+    call: OpCall,
+    positions: Sequence[int],
+    layouts: Sequence[Layout | None],
+    result: Layout,
+    shape: tuple[int, ...],
 ) -> tuple[Source, ...] | None:
-    sources: list[Source] = [None] * len(shape)
-    for axis, placement in enumerate(layout.placements):
+    """Of each dim that `result` cuts, where its size can be read; None where that is in no operand."""
+    sources: dict[int, Source] = {}
+    for axis, placement in enumerate(result.placements):
         dim = placement.cut_dim
         if dim is None:
             continue
-        for position, spec in zip(positions, call.operands, strict=True):
+        for position, spec, layout in zip(positions, call.operands, layouts, strict=True):
             assert spec is not None
-            operand_dim = spec.placements[axis].cut_dim
+            assert layout is not None
+            operand_dim = layout.placements[axis].cut_dim
             if operand_dim is not None and spec.shape[operand_dim] == shape[dim]:
-                sources[dim] = (position, operand_dim)
+                sources[dim] = (dim, position, operand_dim)
                 break
         else:
             return None
-    return tuple(sources)
+    return tuple(sources.values())

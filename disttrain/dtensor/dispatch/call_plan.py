@@ -123,12 +123,13 @@ def running(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     specs: Sequence[Spec | None],
+    moves: Sequence[Move] = (),
 ) -> Run:
-    """For calls whose operands, of which none moves, are in these positions: one tensor for each spec comes out."""
+    """For calls whose operands are in these positions: one tensor for each spec comes out."""
     only = specs[0]
-    if len(specs) == 1 and only is not None and [*positions] == [*range(len(positions))]:
+    if not moves and len(specs) == 1 and only is not None and [*positions] == [*range(len(positions))]:
         return simple(wrap, compute, len(positions), len(args), kwargs, only)
-    return _placed(wrap, compute, positions, specs)
+    return _placed(wrap, compute, positions, specs, moves)
 
 
 def wrapped(wrap: Wrap, parts: Any, specs: Sequence[Spec | None]) -> Any:
@@ -151,13 +152,22 @@ def _of_list(wrap: Wrap, compute: Compute, spec: Spec) -> Run:
     return run
 
 
-def _placed(wrap: Wrap, compute: Compute, positions: Sequence[int], specs: Sequence[Spec | None]) -> Run:
-    """For a call whose operands are anywhere among its arguments and do not move."""
+def _placed(
+    wrap: Wrap,
+    compute: Compute,
+    positions: Sequence[int],
+    specs: Sequence[Spec | None],
+    moves: Sequence[Move] = (),
+) -> Run:
+    """For a call whose operands are anywhere among its arguments; those that move are named by their positions."""
+    moving = Moves(moves) if moves else None
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         parts = list(args)
         for position in positions:
             parts[position] = args[position]._local_tensor
+        if moving is not None:
+            moving.run(parts)
         return wrapped(wrap, compute(*parts, **kwargs), specs)
 
     return run

@@ -161,13 +161,15 @@ def _run_in_new_size(
     kwargs: dict[str, Any],
 ) -> Any:
     """A call that was planned for other sizes, and is then kept for its own."""
-    parts, specs = any_size.parts_and_specs(args, kwargs)
-    if specs is None:
+    moves = any_size.moving(args)
+    parts, specs = (None, None) if moves is None else any_size.parts_and_specs(args, kwargs, moves)
+    if specs is None or moves is None:
         run = _plan(wrap, op, args, kwargs).run
         result = run(args, kwargs)
     else:
-        run = running(wrap, any_size.compute, any_size.positions, args, kwargs, specs)
-        run = _while_dtype_lasts(wrap, op, (leader,), next(spec.dtype for spec in specs if spec), run)
+        run = running(wrap, any_size.compute, any_size.positions, args, kwargs, specs, moves)
+        if not _is_inexact(leader.dtype):
+            run = _while_dtype_lasts(wrap, op, (leader,), next(spec.dtype for spec in specs if spec), run)
         result = wrapped(wrap, parts, specs)
     _keep(leader.plans, key, run)
     return result

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from disttrain.dtensor._torch import OpFacts, OpOverload
+from disttrain.dtensor.dispatch.known_results import known_results
 from disttrain.dtensor.dispatch.known_shapes import known_outputs
 
 _MAX_CACHED = 4096
@@ -55,9 +56,12 @@ def global_outputs(
     A gradient that was not asked for, or a number among tensors, has an empty tensor in its place. `may_cache`: no size
     is a compiler's symbol, so that calls with equal ones have equal results.
     """
-    known = known_outputs(op, args, kwargs) if may_cache else None
-    if known is not None:
-        return known
+    if may_cache:
+        known = known_outputs(op, args, kwargs)
+        if known is None:
+            known = known_results(op, args, kwargs)
+        if known is not None:
+            return known
     meta_kwargs = dict(kwargs)
     if meta_kwargs.get("device") is not None:
         meta_kwargs["device"] = torch.device("meta")

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from disttrain.dtensor._torch import OpOverload
-from disttrain.dtensor.spec.shard_sizes import contiguous_strides
+from disttrain.dtensor.spec.shard_sizes import contiguous_strides, is_permuted
 
 Shape = tuple[int, ...]
 Shapes = Sequence[Shape | None] | None
@@ -30,20 +30,23 @@ def known_outputs(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     formula = FORMULAS.get(op)
     if formula is None or not _AS_IF_LEFT_OUT.issuperset(kwargs.values()):
         return None
+    strides = _common_strides(args) if formula is _same else None
     dtype = None
     for value in args:
         if isinstance(value, torch.Tensor):
             dtype = dtype or value.dtype
             # A subclass, or sizes that are a compiler's symbols, may be more than they look.
-            if type(value) is not torch.Tensor or value.dtype is not dtype or not all(map(_is_size, value.shape)):
+            if type(value) is not torch.Tensor or value.dtype is not dtype or not all(map(is_size, value.shape)):
                 return None
-            if op not in _PRODUCTS and not (_is_as_new(value) or (formula is _same and _is_in_order(value))):
+            if op not in _FROM_ANY and not (strides or is_as_new(value) or (formula is _same and _is_in_order(value))):
                 return None
     if dtype is None or not dtype.is_floating_point:
         return None
     shapes = formula(*args)
     if shapes is None:
         return None
+    if strides is not None:
+        return (torch.empty_strided(tuple(args[0].shape), strides, dtype=dtype, device="meta"),)
     return tuple(
         [
             torch.empty(0, device="meta") if shape is None else torch.empty(shape, dtype=dtype, device="meta")
@@ -52,11 +55,21 @@ def known_outputs(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     )
 
 
-def _is_size(size: Any) -> bool:
+def _common_strides(args: Sequence[Any]) -> Shape | None:
+    """The strides that all tensors have, whose shape is one: as new ones have them, but for the order of the dims."""
+    kinds = {(tuple(value.shape), value.stride()) for value in args if isinstance(value, torch.Tensor)}
+    if len(kinds) != 1:
+        return None
+    ((shape, strides),) = kinds
+    is_dense = all(map(is_size, shape)) and 1 not in shape and is_permuted(shape, strides)
+    return strides if is_dense else None
+
+
+def is_size(size: Any) -> bool:
     return type(size) is int and size > 0
 
 
-def _is_as_new(tensor: torch.Tensor) -> bool:
+def is_as_new(tensor: torch.Tensor) -> bool:
     """True for the strides that a new tensor has; those of `is_contiguous` may differ where a dim has one element."""
     return tensor.stride() == contiguous_strides(tensor.shape)
 
@@ -72,15 +85,19 @@ def _same(first: torch.Tensor, *others: Any) -> Shapes:
     shapes = [tuple(value.shape) for value in (first, *others) if isinstance(value, torch.Tensor)]
     if not all(isinstance(value, torch.Tensor | int | float) for value in others):
         return None
+    largest = broadcast(shapes)
+    return None if largest is None else (largest,)
+
+
+def broadcast(shapes: Sequence[Shape]) -> Shape | None:
+    """The shape that operands are broadcast to, which is that of one of them; None where it is not, or not surely."""
     largest = max(shapes, key=len)
     largest = max((shape for shape in shapes if len(shape) == len(largest)), key=math.prod)
     is_alike = all(shape == largest for shape in shapes)
-    if not is_alike and (1 in largest or not all(_fits(shape, largest) for shape in shapes)):
-        return None
-    return (largest,)
+    return largest if is_alike or (1 not in largest and all(fits(shape, largest) for shape in shapes)) else None
 
 
-def _fits(shape: Shape, largest: Shape) -> bool:
+def fits(shape: Shape, largest: Shape) -> bool:
     """Whether `shape` can be broadcast to `largest`."""
     return all(size in (1, whole) for size, whole in zip(reversed(shape), reversed(largest), strict=False))
 
@@ -98,9 +115,9 @@ def _mm(left: torch.Tensor, right: torch.Tensor) -> Shapes:
 
 def _addmm(added: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *factors: Any) -> Shapes:
     shapes = _mm(left, right)
-    if factors or not shapes or shapes[0] is None or 1 in shapes[0] or len(added.shape) > 2 or not _is_as_new(added):
+    if factors or not shapes or shapes[0] is None or 1 in shapes[0] or len(added.shape) > 2 or not is_as_new(added):
         return None
-    return shapes if _fits(tuple(added.shape), shapes[0]) else None
+    return shapes if fits(tuple(added.shape), shapes[0]) else None
 
 
 def _bmm(left: torch.Tensor, right: torch.Tensor) -> Shapes:
@@ -132,6 +149,8 @@ def _layer_norm_backward(
     rows = _rows_of(operand, normalized, weight, bias)
     if rows is None or grad.shape != operand.shape or tuple(mean.shape) != rows or tuple(rstd.shape) != rows:
         return None
+    if not all(value is None or is_as_new(value) for value in (operand, mean, rstd, weight, bias)):
+        return None
     shapes = (tuple(operand.shape), tuple(normalized), tuple(normalized))
     given = (operand, weight, bias)
     if not any(wanted) or any(is_wanted and value is None for is_wanted, value in zip(wanted, given, strict=True)):
@@ -139,16 +158,16 @@ def _layer_norm_backward(
     return tuple(shape if is_wanted else None for shape, is_wanted in zip(shapes, wanted, strict=True))
 
 
-def _along(operand: torch.Tensor, dim: int, to_float: bool) -> Shapes:
+def along(operand: torch.Tensor, dim: int, to_float: bool) -> Shapes:
     """Of operators that look along a dim, and keep the shape."""
     return (tuple(operand.shape),) if operand.shape and -operand.dim() <= dim < operand.dim() and not to_float else None
 
 
 def _along_backward(grad: torch.Tensor, result: torch.Tensor, dim: int, dtype: torch.dtype) -> Shapes:
-    return _along(result, dim, dtype is not result.dtype) if grad.shape == result.shape else None
+    return along(result, dim, dtype is not result.dtype) if grad.shape == result.shape else None
 
 
-def _reduced(operand: torch.Tensor, dims: Sequence[int] | None = None, keep: bool = False) -> Shapes:
+def reduced(operand: torch.Tensor, dims: Sequence[int] | None = None, keep: bool = False) -> Shapes:
     num_dims = operand.dim()
     if dims is None:
         return ((1,) * num_dims if keep else (),)
@@ -175,8 +194,10 @@ _ATEN: Final = torch.ops.aten
 _UNARY: Final = ("abs", "cos", "exp", "log", "neg", "relu", "rsqrt", "sigmoid", "silu", "sin", "sqrt", "tanh")
 _AS_IF_LEFT_OUT: Final = frozenset({None, False, torch.preserve_format})
 """Values of keywords that change nothing."""
-_PRODUCTS: Final = frozenset({_ATEN.addmm.default, _ATEN.bmm.default, _ATEN.mm.default})
-"""Operators whose result is contiguous, whatever the strides of its factors."""
+_FROM_ANY: Final = frozenset(
+    {_ATEN.addmm.default, _ATEN.bmm.default, _ATEN.mm.default, _ATEN.native_layer_norm_backward.default}
+)
+"""Operators whose result is contiguous, whatever the strides of its factors or of a gradient."""
 FORMULAS: Final[dict[OpOverload, Callable[..., Shapes]]] = {
     **{getattr(_ATEN, name).default: _same for name in _UNARY},
     **{getattr(_ATEN, name).default: _same for name in ("maximum", "minimum")},
@@ -184,7 +205,7 @@ FORMULAS: Final[dict[OpOverload, Callable[..., Shapes]]] = {
     **{getattr(_ATEN, name).Tensor: _same for name in ("add", "div", "mul", "sub")},
     **{getattr(_ATEN, name).Scalar: _same for name in ("add", "div", "mul", "sub")},
     **{getattr(_ATEN, f"{name}_").Tensor: _written for name in ("add", "div", "mul", "sub")},
-    **{getattr(_ATEN, f"{name}_like").default: _same for name in ("empty", "ones", "zeros")},
+    **{getattr(_ATEN, f"{name}_like").default: _same for name in ("empty", "ones", "rand", "randn", "zeros")},
     _ATEN.gelu.default: _same,
     _ATEN.pow.Tensor_Scalar: _same,
     _ATEN.mm.default: _mm,
@@ -192,14 +213,14 @@ FORMULAS: Final[dict[OpOverload, Callable[..., Shapes]]] = {
     _ATEN.bmm.default: _bmm,
     _ATEN.native_layer_norm.default: _layer_norm,
     _ATEN.native_layer_norm_backward.default: _layer_norm_backward,
-    _ATEN._softmax.default: _along,
-    _ATEN._log_softmax.default: _along,
+    _ATEN._softmax.default: along,
+    _ATEN._log_softmax.default: along,
     _ATEN._softmax_backward_data.default: _along_backward,
     _ATEN._log_softmax_backward_data.default: _along_backward,
-    _ATEN.sum.default: _reduced,
-    _ATEN.sum.dim_IntList: _reduced,
-    _ATEN.mean.default: _reduced,
-    _ATEN.mean.dim: _reduced,
+    _ATEN.sum.default: reduced,
+    _ATEN.sum.dim_IntList: reduced,
+    _ATEN.mean.default: reduced,
+    _ATEN.mean.dim: reduced,
     _ATEN.view.default: _view,
     _ATEN._unsafe_view.default: _view,
 }

@@ -166,7 +166,8 @@ def _change(old: type[Placement], new: type[Placement], axis_size: int) -> int:
     if is_cut and is_cut_after:
         return moved_piece + 2 * copied
     if is_cut:
-        return moved + (copied if issubclass(new, Partial) else axis_size)
+        # Where one rank has it all, ties go to the cut, as along other axes: what follows then lies alike.
+        return moved + (copied if issubclass(new, Partial) or axis_size == 1 else axis_size) + (axis_size == 1)
     return (moved if is_cut_after else 2 * moved) + copied
 
 

@@ -11,9 +11,10 @@ import torch
 from disttrain.dtensor._torch import OpOverload, handle_of
 from disttrain.dtensor.rules.reshape import groups_of
 from disttrain.dtensor.spec.layout import Spec
-from disttrain.dtensor.spec.placement import StridedShard
 
 Key = tuple[Any, ...]
+
+_INTS: Final = frozenset({int})
 
 
 def sized(leader: Spec, key: Key) -> Key | None:
@@ -30,34 +31,31 @@ def _view(leader: Spec, key: Key) -> Key | None:
     shape = resolved(leader.shape, key[1]) if len(key) == 2 and type(key[1]) is tuple else None
     if shape is None:
         return None
-    num_pieces: dict[int, int] = {}
-    for axis_size, placement in zip(leader.mesh.shape, leader.placements, strict=True):
-        dim = placement.cut_dim
-        if dim is not None:
-            if isinstance(placement, StridedShard):
-                return None
-            num_pieces[dim] = num_pieces.get(dim, 1) * axis_size
+    cuts = leader.layout.even_cuts
+    if cuts is None:
+        return None
     groups = groups_of(leader.shape, shape)
-    for old, new in groups:
-        cut_dims = [dim for dim in old if dim in num_pieces]
-        if cut_dims:
-            first = old.start
-            if cut_dims != [first] or not new or leader.shape[first] == 1 or shape[new.start] == 1:
-                return None
-            if shape[new.start] % num_pieces[first]:
-                return None
+    for dim, num_pieces in cuts:
+        old, new = next(group for group in groups if dim in group.old)
+        if dim != old.start or not new or leader.shape[dim] == 1:
+            return None
+        if shape[new.start] == 1 or shape[new.start] % num_pieces:
+            return None
     return (key[0], *[(old.stop, new.stop) for old, new in groups], *[size == 1 for size in shape])
 
 
 def resolved(shape: Sequence[int], size: Sequence[Any]) -> tuple[int, ...] | None:
     """The sizes of a view, the one that is left open among them; None where they are no sizes, or there are none."""
-    if not all(type(length) is int for length in size):
+    if not _INTS.issuperset(map(type, size)):
         return None
-    known = math.prod(length for length in size if length != -1)
-    if known <= 0 or 0 in shape:
-        return None
-    resolved = tuple([math.prod(shape) // known if length == -1 else length for length in size])
-    return resolved if math.prod(resolved) == math.prod(shape) and min(resolved, default=1) > 0 else None
+    num_elements, num_given = math.prod(shape), math.prod(size)
+    resolved = tuple(size)
+    if num_given < 0:
+        if resolved.count(-1) != 1:
+            return None
+        resolved = tuple([num_elements // -num_given if length == -1 else length for length in size])
+        num_given = math.prod(resolved)
+    return resolved if num_given == num_elements > 0 and min(resolved, default=1) > 0 else None
 
 
 def _expand(leader: Spec, key: Key) -> Key | None:

@@ -130,6 +130,15 @@ class Rule:
     outputs: Callable[[OpCall], tuple[torch.Tensor, ...]] | None = None
 
 
+def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
+    """The shape of shapes that fit, broadcast. Of symbols torch is asked, whose function loads sympy."""
+    if any(type(size) is not int for shape in shapes for size in shape):
+        return tuple(torch.broadcast_shapes(*shapes))
+    num_dims = max(map(len, shapes), default=0)
+    columns = zip(*[(1,) * (num_dims - len(shape)) + tuple(shape) for shape in shapes], strict=True)
+    return tuple([next((size for size in sizes if size != 1), 1) for sizes in columns])
+
+
 def all_replicated(call: OpCall) -> Signature:
     """The signature that every deterministic operator has."""
     return Signature((Replicate(),) * len(call.operands), (Replicate(),) * len(call.outputs))

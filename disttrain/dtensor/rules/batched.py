@@ -17,7 +17,7 @@ from disttrain.dtensor.rules.axis_map import (
     with_arguments,
     zeros_where_empty,
 )
-from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, result_specs
+from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, broadcast_shape, result_specs
 
 _LINEAR_ALGEBRA = (
     "_linalg_det",
@@ -128,7 +128,7 @@ def batched(call: OpCall) -> AxisMap | None:
         () if spec is None else spec.shape[: len(spec.shape) - core]
         for spec, core in zip(call.operands, cores, strict=True)
     ]
-    batch = tuple(torch.broadcast_shapes(*shapes))
+    batch = broadcast_shape(*shapes)
     if any(tuple(output.shape[: len(batch)]) != batch for output in call.outputs if not _is_nothing(output)):
         return None
     letters = BATCH_LETTERS[: len(batch)]

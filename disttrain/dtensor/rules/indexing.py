@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated
+from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated, broadcast_shape
 from disttrain.dtensor.rules.parts import cutting_axes, operand_part, owned, partials_of, result_part
 from disttrain.dtensor.spec.placement import Partial, Placement, Replicate, Shard
 
@@ -40,7 +40,7 @@ class IndexMap:
 
 def index_map(num_dims: int, indices: Sequence[torch.Tensor | None]) -> IndexMap:
     indexed = tuple(dim for dim, index in enumerate(indices) if index is not None)
-    shape = tuple(torch.broadcast_shapes(*(index.shape for index in indices if index is not None)))
+    shape = broadcast_shape(*[index.shape for index in indices if index is not None])
     is_together = indexed == tuple(range(indexed[0], indexed[0] + len(indexed)))
     start = indexed[0] if is_together else 0
     others = [dim for dim in range(num_dims) if dim not in indexed]

@@ -21,7 +21,7 @@ from disttrain.dtensor.rules.axis_map import (
     operand_names,
     signatures_of,
 )
-from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule
+from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, broadcast_shape
 
 NONE, MEAN = 0, 1
 """torch's numbers for reductions; the sum is 2."""
@@ -41,7 +41,7 @@ _BY_ROW = ("aten.multi_margin_loss", "aten.multilabel_margin_loss")
 
 def by_element(call: OpCall) -> AxisMap:
     """Operands are broadcast to one shape, any dim of which may be cut."""
-    shape = torch.broadcast_shapes(*[spec.shape for spec in call.operands if spec is not None])
+    shape = broadcast_shape(*[spec.shape for spec in call.operands if spec is not None])
     letters = BATCH_LETTERS[: len(shape)]
     operands = {
         name: aligned_letters(letters, () if spec is None else spec.shape, shape)
@@ -77,8 +77,8 @@ def _shared(call: OpCall, propagation: Propagation) -> Compute:
     counted = [spec for spec in specs if spec is not None]
     if call.facts.name.startswith(_BY_ROW):
         counted = [spec for spec in counted if len(spec.shape) == 2]
-    num_elements = math.prod(torch.broadcast_shapes(*[spec.shape for spec in counted]))
-    num_own = math.prod(torch.broadcast_shapes(*[spec.local_shape for spec in counted]))
+    num_elements = math.prod(broadcast_shape(*[spec.shape for spec in counted]))
+    num_own = math.prod(broadcast_shape(*[spec.local_shape for spec in counted]))
     if _reduction(call) != MEAN or num_own == num_elements:
         return guarded(call, propagation, call.op)
     share = num_own / num_elements

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated
+from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated, broadcast_shape
 from disttrain.dtensor.rules.indexing import IndexMap, are_places, can_be_summed, index_map, named_dim
 from disttrain.dtensor.rules.parts import cutting_axes, operand_part, owned, partials_of
 from disttrain.dtensor.spec.layout import Spec
@@ -196,7 +196,7 @@ def localize_index_put(call: OpCall, propagation: Propagation) -> Compute:
             local_indices[dim], is_here = owned(index, part, dim)
             masks.append(is_here)
         # The places may be cut as well, where what is written adds up.
-        shape = torch.broadcast_shapes(*(local_index.shape for local_index in local_indices if local_index is not None))
+        shape = broadcast_shape(*[local_index.shape for local_index in local_indices if local_index is not None])
         mask = reduce(and_, masks).expand(shape)
         rest = [size for dim, size in enumerate(local.shape) if dim in where.kept]
         full = [*rest[: where.start], *shape, *rest[where.start :]]

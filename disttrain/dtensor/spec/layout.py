@@ -32,6 +32,7 @@ class Layout:
     __slots__ = (
         "__weakref__",
         "_replicated",
+        "even_cuts",
         "has_partial",
         "is_replicated",
         "is_symbolic",
@@ -45,6 +46,8 @@ class Layout:
     is_replicated: bool
     """True when every rank holds the whole value."""
     has_partial: bool
+    even_cuts: tuple[tuple[int, int], ...] | None
+    """Each dim that is cut, and into how many pieces; None where a cut is strided."""
     is_symbolic: bool
     """True when a placement counts blocks by a symbol, as the compiler traces a flattened dim."""
     plans: dict[Any, Any]
@@ -59,6 +62,7 @@ class Layout:
             layout.mesh, layout.placements = key
             layout.is_replicated = all(isinstance(placement, Replicate) for placement in layout.placements)
             layout.has_partial = any(placement.is_partial() for placement in layout.placements)
+            layout.even_cuts = _even_cuts(mesh, layout.placements)
             layout.is_symbolic = any(type(num_blocks(placement)) is not int for placement in layout.placements)
             layout.plans = {}
             layout._replicated = None
@@ -191,6 +195,11 @@ class Spec:
             coordinate = self.mesh.get_coordinate()
             if coordinate is None:
                 self._local_shape = (0,) * len(self.shape)
+            elif self.is_even:
+                sizes = list(self.shape)
+                for dim, num_pieces in self.layout.even_cuts or ():
+                    sizes[dim] //= num_pieces
+                self._local_shape = tuple(sizes)
             else:
                 self._local_shape = local_shape(self.shape, self.mesh.shape, coordinate, self.placements)
         return self._local_shape
@@ -208,18 +217,36 @@ class Spec:
             return self
         return Spec(layout, self.shape, self.stride, self.dtype)
 
+    @property
+    def is_even(self) -> bool:
+        """True where all ranks have parts of one shape, which are no blocks of others; sizes are no symbols."""
+        cuts = self.layout.even_cuts
+        if cuts is None or self.is_symbolic:
+            return False
+        for dim, num_pieces in cuts:
+            size = self.shape[dim]
+            if not size or size % num_pieces:
+                return False
+        return True
+
     def _found_form(self) -> tuple[Any, ...] | None:
-        if self.is_symbolic or self.view_copy is not None:
+        if self.view_copy is not None or not (self.is_even or self._has_even_blocks()):
             return None
+        is_contiguous = self.stride == contiguous_strides(self.shape)
+        return (self.layout, self.dtype, is_contiguous, *[size == 1 for size in self.shape])
+
+    def _has_even_blocks(self) -> bool:
+        """As `is_even`, where cuts are strided."""
+        if self.is_symbolic or self.layout.even_cuts is not None:
+            return False
         sizes = list(self.shape)
         for num_pieces, placement in zip(self.mesh.shape, self.placements, strict=True):
             dim = placement.cut_dim
             if dim is not None:
                 if not sizes[dim] or sizes[dim] % (num_pieces * num_blocks(placement)):
-                    return None
+                    return False
                 sizes[dim] //= num_pieces
-        is_contiguous = self.stride == contiguous_strides(self.shape)
-        return (self.layout, self.dtype, is_contiguous, *[size == 1 for size in self.shape])
+        return True
 
     def as_view_copy(self, view_copy: ViewCopy) -> Spec:
         """The same, of a view that is a copy."""
@@ -239,6 +266,17 @@ class Spec:
 
     def __repr__(self) -> str:
         return f"Spec({self.layout}, {self.shape}, stride={self.stride}, {self.dtype})"
+
+
+def _even_cuts(mesh: DeviceMesh, placements: Placements) -> tuple[tuple[int, int], ...] | None:
+    cuts: dict[int, int] = {}
+    for num_pieces, placement in zip(mesh.shape, placements, strict=True):
+        dim = placement.cut_dim
+        if isinstance(placement, StridedShard):
+            return None
+        if dim is not None:
+            cuts[dim] = cuts.get(dim, 1) * num_pieces
+    return tuple(cuts.items())
 
 
 # Tables of values that are alive, not state: who holds an equal one gets the same object.

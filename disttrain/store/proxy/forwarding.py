@@ -23,6 +23,8 @@ _WAITING: Final = frozenset(
     (Op.GET, Op.WAIT, Op.MULTI_GET, Op.WATCH, Op.BARRIER, Op.QUEUE_PUSH, Op.QUEUE_POP),
 )
 """Operations that may have to wait at the server, and so be cancelled there."""
+_LONG: Final = frozenset((Op.WAIT, Op.WATCH, Op.BARRIER, Op.QUEUE_PUSH, Op.QUEUE_POP))
+"""Operations that mostly wait; of these the others do not wait for answers."""
 _NUM_ARGUMENTS: Final = {
     Op.SET: 2, Op.GET: 2, Op.ADD: 2, Op.APPEND: 2, Op.COMPARE_SET: 3, Op.CHECK: 1, Op.WAIT: 2, Op.DELETE_KEY: 1,
     Op.NUM_KEYS: 0, Op.MULTI_GET: 2, Op.MULTI_SET: 2, Op.BARRIER: 3, Op.LIST_KEYS: 1, Op.QUEUE_PUSH: 4,
@@ -61,6 +63,11 @@ class _Sent:
         """True for what changes something at once."""
         return self.body[0] not in READING and self.body[0] not in _WAITING
 
+    @property
+    def is_prompt(self) -> bool:
+        """True for what the server mostly answers at once."""
+        return self.body[0] not in _LONG
+
 
 class Forwarding:
     """Requests under way; see `StoreState` for the methods that a hub calls.
@@ -83,6 +90,7 @@ class Forwarding:
         self._sent: dict[int, _Sent] = {}
         self._unsent: deque[_Sent] = deque()
         self._num_changing = 0
+        self._num_prompt = 0
         self._mergeable: dict[bytes, _Sent] = {}
         self._refused: list[Outgoing] = []
         self.wake: Callable[[], object] = lambda: None
@@ -102,6 +110,11 @@ class Forwarding:
     def has_unsent(self) -> bool:
         """True while something is to be sent."""
         return bool(self._unsent)
+
+    @property
+    def awaits_answers(self) -> bool:
+        """True while the server is about to answer, so that what comes meanwhile may go together."""
+        return self._num_prompt > 0
 
     def waits(self, connection: int, request_id: object) -> bool:
         """See `StoreState.waits`."""
@@ -162,6 +175,7 @@ class Forwarding:
                 continue
             sent.was_sent = True
             self._num_changing += sent.is_change
+            self._num_prompt += sent.is_prompt
             frames.append(frame)
         return frames
 
@@ -234,6 +248,7 @@ class Forwarding:
 
     def _answer(self, sent: _Sent, status: int, value: Any) -> list[Outgoing]:
         del self._sent[sent.number]
+        self._num_prompt -= sent.was_sent and sent.is_prompt
         if sent.was_sent and sent.is_change:
             self._num_changing -= 1
             if self._num_changing == self.most_changing - 1 and self._unsent:
@@ -253,7 +268,8 @@ class Forwarding:
 
     def _forgotten(self, sent: _Sent) -> None:
         """The server waits no longer for the sake of these, and has done nothing."""
-        self._sent.pop(sent.number, None)
+        if self._sent.pop(sent.number, None) is not None:
+            self._num_prompt -= sent.was_sent and sent.is_prompt
         for request in sent.requests:
             if request.connection is not None:  # its client has come back meanwhile
                 self._send(request)

@@ -63,8 +63,8 @@ class Upstream:
         return cast(socket.socket, self._link.socket)  # a proxy's way goes without TLS
 
     def _send(self, now_s: float) -> None:
-        """After a quiet time at once; else with what the loop still has to read."""
-        if now_s - self._flushed_s > _QUIET_S:
+        """At once where no answer is to come soon, or after a quiet time; else with what the loop still has to read."""
+        if not self._hub.forwarding.awaits_answers or now_s - self._flushed_s > _QUIET_S:
             self._flush()
         else:
             self._shell.call_soon(self._flush)
