@@ -27,6 +27,10 @@ class Experts(nn.Module):
     form: GatedForm
     exchange: Exchange | None = None
     """Between the ranks that share the experts; None where all are here."""
+    capacity: float | None = None
+    """An expert takes at most so many times its even share of each rank's assignments; None: all."""
+    num_dropped: torch.Tensor | None = None
+    """() on the device: this rank's assignments that found no room in the last forward; None without a capacity."""
 
     def __init__(
         self,
@@ -57,7 +61,7 @@ class Experts(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw each expert's weights as nn.Linear draws its own."""
-        columns, rows = (1, 2) if self.form.is_transposed else (2, 1)
+        columns = 1 if self.form.is_transposed else 2
         for weight, bias in (
             (self.gate_up_proj, self.gate_up_proj_bias),
             (self.down_proj, self.down_proj_bias),
@@ -81,11 +85,14 @@ class Experts(nn.Module):
     def begin(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> Sending:
         """Begin to send tokens to their experts: `send` of the result goes on with that, `finish` computes."""
         width = self.down_proj.shape[2 if self.form.is_transposed else 1]
-        return begin_dispatch(x, indices, self.num_experts, self.exchange, weights, width)
+        return begin_dispatch(
+            x, indices, self.num_experts, self.exchange, weights, capacity=self.capacity, width=width
+        )
 
     def finish(self, sending: Sending, weights: torch.Tensor) -> torch.Tensor:
         """Compute the experts on the rows that have come, and give each token its own."""
         dispatched = sending.arrived()
+        self.num_dropped = dispatched.num_dropped
         return combine(self.compute(dispatched.rows, dispatched.ends), dispatched, weights)
 
     def compute(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,14 @@ from disttrain.mesh import DeviceMesh
 from disttrain.tp import ParallelStyle
 
 
-def shard_experts(module: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | None = 0) -> nn.Module:
+def shard_experts(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    capacity: float | None = None,
+    exchange: str = "auto",
+    src_data_rank: int | None = 0,
+) -> nn.Module:
     """Divides the experts in `module` among the ranks of a mesh axis, in place.
 
     Each rank keeps a contiguous part of every layer's experts, as DTensor's Shard(0) cuts them: the last ranks may have
@@ -25,13 +32,20 @@ def shard_experts(module: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | N
     ranks and back. A rank whose modules raise tells the others.
 
     Args:    mesh           a mesh of one axis, such as mesh["ep"].
+             capacity       an expert takes at most so many times its even share of each rank's assignments. The
+                            earliest tokens' are kept, and `num_dropped` of a layer counts the others of its last
+                            forward. None: all are kept.
+             exchange       "all_to_all": of the sizes that are needed, which the host reads; "padded": of one size, which
+                            takes more memory and needs no word of the host, for steps that are captured.
              src_data_rank  the rank along the axis whose parameters count; None: all have the same, nothing is sent.
     Returns: `module`.
     Raises:  MeshError for a mesh of several axes; ShardingError when `module` has no experts, or they are cut already;
              before anything is changed.
     Collective: every rank of the axis.
     """
-    exchange = exchange_along(mesh)
+    made = exchange_along(mesh, exchange)
+    if capacity is not None and not capacity > 0:
+        _refuse(f"capacity is {capacity}.", "Give a positive factor of an expert's even share, or None.", mesh)
     layers = [layer for layer in module.modules() if isinstance(layer, Experts)]
     if not layers:
         _refuse(
@@ -43,17 +57,28 @@ def shard_experts(module: nn.Module, mesh: DeviceMesh, *, src_data_rank: int | N
         _check(layer, mesh)
     for layer in layers:
         _shard(layer, mesh, src_data_rank)
-        layer.exchange = exchange
-    if exchange is not None:
-        _let_tell(module, exchange)
+        layer.exchange, layer.capacity = made, capacity
+    if made is not None:
+        _let_tell(module, made)
     return module
 
 
 class ExpertParallel(ParallelStyle):
     """The style of `shard_experts` in a plan of parallelize_module, for a layer of experts or what has some."""
 
+    def __init__(self, *, capacity: float | None = None, exchange: str = "auto") -> None:
+        """See `shard_experts`."""
+        self.capacity = capacity
+        self.exchange = exchange
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return shard_experts(module, device_mesh, src_data_rank=self.src_data_rank)
+        return shard_experts(
+            module,
+            device_mesh,
+            capacity=self.capacity,
+            exchange=self.exchange,
+            src_data_rank=self.src_data_rank,
+        )
 
 
 def _check(layer: Experts, mesh: DeviceMesh) -> None:

@@ -25,12 +25,14 @@ UNEVEN = [
 """Experts, how many each token has, and each rank's tokens."""
 
 
-def check(name: str, num_experts: int, k: int, counts: Sequence[int], chosen: int | None = None) -> None:
+def check(
+    name: str, num_experts: int, k: int, counts: Sequence[int], chosen: int | None = None, exchange: str = "auto"
+) -> None:
     """Outputs and gradients on this rank; `chosen`: all tokens go to this expert."""
     rank = disttrain.get_rank()
     mesh = disttrain.init_device_mesh("cpu", (len(counts),), mesh_dim_names=("ep",))
     alone = judge(name, num_experts)
-    layer = shard_experts(ours(alone), mesh["ep"])
+    layer = shard_experts(ours(alone), mesh["ep"], exchange=exchange)
     parts = [tokens(other, count, k, num_experts) for other, count in enumerate(counts)]
     if chosen is not None:
         parts = [(x, torch.full_like(indices, chosen), weights) for x, indices, weights in parts]
@@ -65,11 +67,18 @@ def test_all_tokens_to_one_expert(chosen: int) -> None:
     run_threads(3, check, "mixtral", 5, 1, [4, 2, 3], chosen)
 
 
+@pytest.mark.parametrize(("num_experts", "k", "counts"), UNEVEN, ids=str)
+def test_values_of_exchanges_of_one_size(num_experts: int, k: int, counts: list[int]) -> None:
+    run_threads(len(counts), check, "gpt_oss", num_experts, k, counts, None, "padded")
+    run_threads(len(counts), check, "mixtral", num_experts, k, counts, 0, "padded")
+
+
 @on_ranks(2, 3)
 def test_values_over_gloo() -> None:
     size = disttrain.get_world_size()
     check("mixtral", 5, 2, [3, 0, 6][:size])
     check("gpt_oss", 2, 1, [3, 4, 1][:size])
+    check("mixtral", 5, 2, [3, 0, 6][:size], None, "padded")
 
 
 def test_a_plan_with_the_style() -> None:

@@ -6,12 +6,11 @@ them goes each rank's own finding about its weights, so that all ranks raise the
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from disttrain.errors import ShapeError
 from disttrain.experts.exchange.plan import ExpertCut
+from disttrain.experts.exchange.sizes import counts_of
 from disttrain.kernels.grouped.rows import ExpertOrder, sort_by_expert
 from disttrain.process_group import ProcessGroup, Work, all_to_all_single
 
@@ -29,12 +28,8 @@ class AllToAll:
         """Itself: copies of a module send over the same group."""
         return self
 
-    def route(self, order: ExpertOrder, num_experts: int, weights: torch.Tensor | None) -> SizedRoute:
-        """Begin to exchange the sizes. Collective, as all that is done with a route.
-
-        Args: order    of this rank's assignments, by all ranks' experts.
-              weights  the assignments' weights, of which all must be finite.
-        """
+    def route(self, order: ExpertOrder, num_experts: int, weights: torch.Tensor | None, most_rows: int) -> SizedRoute:
+        """Begin to exchange the sizes. Collective, as all that is done with a route; see `Exchange`."""
         size = self.group.group_size
         cut = ExpertCut(num_experts, size)
         sizes = _packed(order.ends, cut, weights)
@@ -142,12 +137,8 @@ def _packed(ends: torch.Tensor, cut: ExpertCut, weights: torch.Tensor | None) ->
 
     In double precision, which holds counts exactly and what is not finite as well.
     """
-    chunk, num_ranks = cut.chunk, cut.num_ranks
-    sizes = torch.zeros((2, num_ranks, chunk + 1), dtype=torch.float64, device=ends.device)
-    counts = ends.diff(prepend=ends.new_zeros(1))
-    if num_ranks * chunk != cut.num_experts:
-        counts = torch.nn.functional.pad(counts, (0, num_ranks * chunk - cut.num_experts))
-    sizes[0, :, :chunk] = counts.view(num_ranks, chunk)
+    sizes = torch.zeros((2, cut.num_ranks, cut.chunk + 1), dtype=torch.float64, device=ends.device)
+    sizes[0, :, : cut.chunk] = counts_of(ends, cut)
     if weights is not None:
-        sizes[0, :, chunk] = weights.detach().sum(dtype=torch.promote_types(weights.dtype, torch.float32))
+        sizes[0, :, cut.chunk] = weights.detach().sum(dtype=torch.promote_types(weights.dtype, torch.float32))
     return sizes
