@@ -17,7 +17,7 @@ from disttrain.experts import Experts, MixtureOfExperts, combine, dispatch, shar
 from disttrain.mesh import DeviceMesh
 from disttrain.testing import run_threads
 from disttrain.testing.pytest_plugin import on_ranks
-from tests.cases.experts import HIDDEN, INTER, judge, ours, tokens
+from tests.cases.expert_layers import HIDDEN, INTER, judge, ours, tokens
 
 
 class Router(nn.Module):
