@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from disttrain.experts.exchange.dispatch import Exchange, Sending, begin_dispatch, combine
+from disttrain.experts.exchange.base import Exchange
+from disttrain.experts.exchange.dispatch import Sending, begin_dispatch, check_arguments, combine, ordered
 from disttrain.kernels.grouped.form import GatedForm
-from disttrain.kernels.grouped.products import expert_mlp
+from disttrain.kernels.grouped.products import expert_mlp, mix_experts
 
 
 class Experts(nn.Module):
@@ -25,6 +26,8 @@ class Experts(nn.Module):
 
     num_experts: int
     form: GatedForm
+    gate_up_proj_bias: nn.Parameter | None
+    down_proj_bias: nn.Parameter | None
     exchange: Exchange | None = None
     """Between the ranks that share the experts; None where all are here."""
     capacity: float | None = None
@@ -78,15 +81,26 @@ class Experts(nn.Module):
         Raises:  ShapeError when shapes or dtypes don't fit, or, with other ranks, weights are not finite.
         Collective: every rank of the axis that the experts lie along, and again in backward.
         """
+        if self.exchange is None:
+            return self._mixed(x, indices, weights)
         sending = self.begin(x, indices, weights)
         sending.send()
         return self.finish(sending, weights)
 
-    def begin(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> Sending:
-        """Begin to send tokens to their experts: `send` of the result goes on with that, `finish` computes."""
-        width = self.down_proj.shape[2 if self.form.is_transposed else 1]
+    def begin(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, *, beside: bool = False) -> Sending:
+        """Begin to send tokens to their experts: `send` of the result goes on with that, `finish` computes.
+
+        `beside`: something is computed before `finish`, while rows are under way.
+        """
         return begin_dispatch(
-            x, indices, self.num_experts, self.exchange, weights, capacity=self.capacity, width=width
+            x,
+            indices,
+            self.num_experts,
+            self.exchange,
+            weights,
+            capacity=self.capacity,
+            width=self._width,
+            beside=beside,
         )
 
     def finish(self, sending: Sending, weights: torch.Tensor) -> torch.Tensor:
@@ -97,15 +111,33 @@ class Experts(nn.Module):
 
     def compute(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """This rank's experts on rows that are sorted by them."""
-        gate_up, down = _local(self.gate_up_proj), _local(self.down_proj)
-        gate_up_bias, down_bias = (
-            None if bias is None else _local(bias) for bias in (self.gate_up_proj_bias, self.down_proj_bias)
-        )
+        gate_up, down, gate_up_bias, down_bias = self._parts()
         if not len(ends):
             # A rank without experts has a backward all the same: the others exchange rows with it.
             used = (part.sum() for part in (gate_up, down, gate_up_bias, down_bias) if part is not None)
             return rows + sum(used)
         return expert_mlp(rows, ends, gate_up, down, self.form, gate_up_bias=gate_up_bias, down_bias=down_bias)
+
+    def _mixed(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The forward where all experts are here."""
+        check_arguments(x, indices, self.num_experts, None, weights, self._width)
+        order, self.num_dropped = ordered(indices, self.num_experts, self.capacity)
+        gate_up, down, gate_up_bias, down_bias = self._parts()
+        return mix_experts(x, order, weights, gate_up, down, self.form, gate_up_bias=gate_up_bias, down_bias=down_bias)
+
+    def _parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """This rank's experts' weights and biases, through which their gradients go."""
+        gate_up_bias, down_bias = self.gate_up_proj_bias, self.down_proj_bias
+        return (
+            _local(self.gate_up_proj),
+            _local(self.down_proj),
+            None if gate_up_bias is None else _local(gate_up_bias),
+            None if down_bias is None else _local(down_bias),
+        )
+
+    @property
+    def _width(self) -> int:
+        return self.down_proj.shape[2 if self.form.is_transposed else 1]
 
     def extra_repr(self) -> str:
         gate_up = self.gate_up_proj.shape
@@ -138,12 +170,19 @@ class MixtureOfExperts(nn.Module):
             weights, indices = routing.weights, routing.indices
         else:
             _, weights, indices = routing
-        if self.shared_experts is None:
-            return self.experts(tokens, indices, weights).view(x.shape)
-        sending = self.experts.begin(tokens, indices, weights)
-        sending.send()
-        shared = self.shared_experts(x)
-        return self.experts.finish(sending, weights).view(x.shape) + shared
+        experts, shared_experts = self.experts, self.shared_experts
+        if shared_experts is None or experts.exchange is None:
+            out = experts(tokens, indices, weights).view(x.shape)
+            return out if shared_experts is None else out + shared_experts(x)
+        sending = experts.begin(tokens, indices, weights, beside=True)
+        if sending.is_beside:
+            # The GPU computes while the host waits for the sizes.
+            shared = shared_experts(x)
+            sending.send()
+        else:
+            sending.send()
+            shared = shared_experts(x)
+        return experts.finish(sending, weights).view(x.shape) + shared
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
