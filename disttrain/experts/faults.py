@@ -29,7 +29,7 @@ def tell_of(error: Exception, group: ProcessGroup) -> None:
 def tells(module: nn.Module, exchange: Exchange) -> None:
     """Have `module` tell the exchange's ranks of errors in its forward."""
     if not isinstance(module, _Telling):
-        module.__class__ = _telling(type(module))
+        module.__class__ = _telling((type(module),))
     module._told_exchange = exchange  # type: ignore[assignment]
 
 
@@ -45,7 +45,8 @@ class _Telling(nn.Module):
 
 
 @functools.cache
-def _telling(cls: type[nn.Module]) -> type[nn.Module]:
+def _telling(classes: tuple[type[nn.Module]]) -> type[nn.Module]:
+    (cls,) = classes
     # Under the name that it has: reprs and policies go by that.
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (_Telling, cls), names)

@@ -172,16 +172,15 @@ class MixtureOfExperts(nn.Module):
             _, weights, indices = routing
         experts, shared_experts = self.experts, self.shared_experts
         if shared_experts is None or experts.exchange is None:
-            out = experts(tokens, indices, weights).view(x.shape)
+            out: torch.Tensor = experts(tokens, indices, weights).view(x.shape)
             return out if shared_experts is None else out + shared_experts(x)
         sending = experts.begin(tokens, indices, weights, beside=True)
+        if not sending.is_beside:
+            sending.send()
+        shared: torch.Tensor = shared_experts(x)
         if sending.is_beside:
-            # The GPU computes while the host waits for the sizes.
-            shared = shared_experts(x)
+            # The GPU computes the shared experts while the host waits for the sizes.
             sending.send()
-        else:
-            sending.send()
-            shared = shared_experts(x)
         return experts.finish(sending, weights).view(x.shape) + shared
 
 

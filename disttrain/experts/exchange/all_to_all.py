@@ -12,7 +12,7 @@ from disttrain.errors import ShapeError
 from disttrain.experts.exchange.arrangement import arrange
 from disttrain.experts.exchange.base import NAME, Exchange
 from disttrain.experts.exchange.plan import ExpertCut
-from disttrain.experts.exchange.sizes import counts_of
+from disttrain.experts.exchange.sizes import packed
 from disttrain.kernels.grouped.rows import ExpertOrder
 from disttrain.process_group import ProcessGroup, Work, all_to_all_single
 
@@ -28,7 +28,7 @@ class AllToAll(Exchange):
         """Begin to exchange the sizes; see `Exchange`."""
         size = self.group.group_size
         cut = ExpertCut(num_experts, size)
-        sizes = _packed(order.ends, cut, weights)
+        sizes = packed(order.ends, cut, weights)
         work = all_to_all_single(sizes[1], sizes[0], group=self.group, async_op=True)
         assert work is not None
         return SizedRoute(self, order, cut, sizes, work)
@@ -90,21 +90,21 @@ class SizedRoute:
     def _read(self) -> tuple[list[int], list[int]]:
         """Read the sizes, and learn from them how what comes is to be sorted."""
         sizes = self._sizes
+        chunk = self._cut.chunk
         if self._host is not None and self._copied is not None:
             self._copied.synchronize()
-            table = self._host.numpy().copy()
+            tails = self._host[:, :, chunk:].tolist()
             self._owner.give_back(self._host)
         else:
-            table = sizes.numpy()
-        chunk = self._cut.chunk
-        findings = table[1, :, chunk]
-        # Not finite less itself is nan.
-        if (findings - findings).any():
-            self._refuse([rank for rank, finding in enumerate(findings) if finding - finding])
-        sent, received = table[:, :, :chunk].sum(-1).astype(int).tolist()
+            tails = sizes[:, :, chunk:].tolist()
+        # What is not finite, less itself, is nan.
+        bad = [rank for rank, (_, finding) in enumerate(tails[1]) if finding - finding]
+        if bad:
+            self._refuse(bad)
+        sent, received = ([int(total) for total, _ in side] for side in tails)
         self._splits = sent, received
         # Not the pad of a rank that has fewer experts than others.
-        counts = sizes[1, :, : len(self._cut.experts_of(self._group.group_rank))].to(torch.int64)
+        counts = sizes[1, :, : len(self._cut.experts_of(self._group.group_rank))]
         self._arrival = arrange(counts, sum(received))
         self.ends = self._arrival.ends
         return self._splits
@@ -118,15 +118,3 @@ class SizedRoute:
             "Look at that rank's batch and at the router's input; detect_anomaly finds where it arose.",
             rank=self._group.world.rank,
         )
-
-
-def _packed(ends: torch.Tensor, cut: ExpertCut, weights: torch.Tensor | None) -> torch.Tensor:
-    """(2, ranks, chunk + 1): in the first half the rows for each rank's experts, and the sum of the weights.
-
-    In double precision, which holds counts exactly and what is not finite as well.
-    """
-    sizes = torch.zeros((2, cut.num_ranks, cut.chunk + 1), dtype=torch.float64, device=ends.device)
-    sizes[0, :, : cut.chunk] = counts_of(ends, cut)
-    if weights is not None:
-        sizes[0, :, cut.chunk] = weights.detach().sum(dtype=torch.promote_types(weights.dtype, torch.float32))
-    return sizes
