@@ -14,6 +14,7 @@ from disttrain.experts.exchange.all_to_all import AllToAll
 from disttrain.experts.exchange.base import NAME, Exchange
 from disttrain.experts.exchange.legs import Leg, Route
 from disttrain.experts.exchange.padded import Padded
+from disttrain.experts.exchange.peers import Peers
 from disttrain.experts.exchange.plan import ExpertCut
 from disttrain.experts.exchange.sizes import keep_earliest, room_of
 from disttrain.kernels.grouped.rows import ExpertOrder, combine_rows, sort_by_expert, take_rows
@@ -217,8 +218,10 @@ KINDS: Mapping[str, Callable[[ProcessGroup], Exchange]] = {
     "auto": AllToAll,
     "all_to_all": AllToAll,
     "padded": Padded,
+    "peers": Peers,
 }
-"""By name: of the sizes that are needed, which the host reads; of one size, for steps that are captured."""
+"""By name: of the sizes that are needed, which the host reads; of one size, for steps that are captured; by writing to
+the memory of the other GPUs of the host, which needs neither."""
 
 
 _INDEX_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)

@@ -87,3 +87,61 @@ def pack(ends: torch.Tensor, finding: torch.Tensor | None, num_ranks: int, chunk
             triton.next_power_of_2(chunk),
         )
     return sizes
+
+
+@triton.jit
+def _push_rows(
+    rows, ends, targets, firsts, addresses, row_size,
+    NUM_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Each program takes every so many-th row, and writes it to the memory of the rank that its block goes to."""
+    blocks = tl.arange(0, BLOCKS)
+    last = tl.load(ends + NUM_BLOCKS - 1)
+    all_ends = tl.load(ends + blocks, mask=blocks < NUM_BLOCKS, other=last + 1)
+    for row in range(tl.program_id(0).to(tl.int64), last, tl.num_programs(0)):
+        block = tl.sum((all_ends <= row).to(tl.int32), 0)
+        begin = tl.load(ends + block - 1, mask=block > 0, other=0)
+        address = tl.load(addresses + tl.load(targets + block))
+        target = address.to(tl.pointer_type(rows.dtype.element_ty))
+        target += (tl.load(firsts + block) + row - begin) * row_size
+        source = rows + row * row_size
+        for column in range(0, row_size, COLUMNS):
+            columns = column + tl.arange(0, COLUMNS)
+            value = tl.load(source + columns, mask=columns < row_size)
+            tl.store(target + columns, value, mask=columns < row_size)
+
+
+@triton.jit
+def _copy_rows(source, target, count, row_size, COLUMNS: tl.constexpr):
+    for row in range(tl.program_id(0).to(tl.int64), tl.load(count), tl.num_programs(0)):
+        begin = row * row_size
+        for column in range(0, row_size, COLUMNS):
+            columns = column + tl.arange(0, COLUMNS)
+            value = tl.load(source + begin + columns, mask=columns < row_size)
+            tl.store(target + begin + columns, value, mask=columns < row_size)
+
+
+_NUM_PROGRAMS: Final = 1024
+"""Enough to keep a GPU's memory and links busy; what there is is divided among them on the device."""
+
+
+def push_rows(
+    rows: torch.Tensor, ends: torch.Tensor, targets: torch.Tensor, firsts: torch.Tensor, addresses: torch.Tensor
+) -> None:
+    """Write rows to where their `Blocks` go, in memory of which `addresses` has each rank's."""
+    num_blocks = ends.shape[0]
+    with torch.cuda.device_of(rows):
+        _push_rows[(_NUM_PROGRAMS,)](
+            rows, ends, targets, firsts, addresses, rows.shape[1],
+            num_blocks, triton.next_power_of_2(num_blocks), _columns(rows),
+        )  # fmt: skip
+
+
+def copy_rows(source: torch.Tensor, target: torch.Tensor, count: torch.Tensor) -> None:
+    """Copy the first `count` () rows."""
+    with torch.cuda.device_of(target):
+        _copy_rows[(_NUM_PROGRAMS,)](source, target, count, target.shape[1], _columns(target))
+
+
+def _columns(rows: torch.Tensor) -> int:
+    return min(1024, int(triton.next_power_of_2(rows.shape[1])))
