@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from disttrain.errors import ShapeError
+from disttrain.errors import CompileError, ShapeError
 from disttrain.experts.exchange.arrangement import arrange
 from disttrain.experts.exchange.base import NAME, Exchange
 from disttrain.experts.exchange.plan import ExpertCut
@@ -53,6 +53,13 @@ class SizedRoute:
         self._cut = cut
         self._sizes = sizes
         self._num_home = len(order.order)
+        if sizes.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise CompileError(
+                NAME,
+                "the host reads the sizes of an exchange, and no recording can wait for the host.",
+                "Call shard_experts with exchange='padded', or 'peers' on one host.",
+                rank=self._group.world.rank,
+            )
         work.wait()
         self._host: torch.Tensor | None = None
         self._copied: torch.cuda.Event | None = None

@@ -122,14 +122,16 @@ class Peers(FixedRoom):
             # It is not read yet, and its half comes next but one: all ranks read it now.
             self._arriving.wait()
         self._grow(num_bytes, device)
-        if self._read is not None:
+        if self._read is not None and not torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream(device).wait_event(self._read)
         self._half = 1 - self._half
         return self._half * self._half_bytes
 
     def _end(self, device: torch.device) -> None:
         """The exchange is over on the current stream; the next one, perhaps on another, comes behind it."""
-        if device.type == "cuda":
+        # No event may be waited for on both sides of a recording, whose streams are in the order of its replays.
+        self._read = None
+        if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             self._read = torch.cuda.Event()
             self._read.record(torch.cuda.current_stream(device))
 
