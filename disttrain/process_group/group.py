@@ -90,8 +90,6 @@ class ProcessGroup:
         """As all ranks of a mesh know it along both axes, of which this is the first; by the ranks of the second."""
         self.peer_memory: Any = None
         """Memory that its ranks share, once somebody has asked for it (`peers/memory.py`)."""
-        self.num_shared = 0
-        """Pieces of such memory that somebody has for themselves."""
 
     @property
     def ranks(self) -> tuple[int, ...]:

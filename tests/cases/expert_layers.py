@@ -78,6 +78,4 @@ def tokens(rank: int, num_tokens: int, k: int, num_experts: int, seed: int = 0) 
 
 
 def _config(kind: type, **sizes: Any) -> Any:
-    config = kind(hidden_size=HIDDEN, **sizes)
-    config._experts_implementation = "eager"
-    return config
+    return kind(hidden_size=HIDDEN, experts_implementation="eager", **sizes)

@@ -60,7 +60,8 @@ def launches(sizes: torch.Tensor) -> bool:
 
 
 def triton_kernels() -> Any:
-    """Triton is not on every machine, and slow to load."""
+    """The module with kernels."""
+    # Triton is not on every machine, and slow to load.
     from disttrain.experts.exchange import triton_kernels as kernels
 
     return kernels

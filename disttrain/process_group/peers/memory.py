@@ -236,8 +236,8 @@ def share_memory(group: ProcessGroup, device: torch.device, num_bytes: int) -> S
     """
     if not _are_on_one_host(group, device):
         return None
-    group.num_shared += 1
-    name = f"{group.group_name}/shared/{group.num_shared}"
+    # All have called as many collectives, and none has this name twice.
+    name = f"{group.group_name}/after/{group.sequence}"
     store = PrefixStore(f"peer_memory/{name}", group.world.store)
     memory, problem = None, ""
     try:
