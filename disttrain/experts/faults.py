@@ -36,17 +36,21 @@ def tells(module: nn.Module, exchange: Exchange) -> None:
 class _Telling(nn.Module):
     _told_exchange: Exchange
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return super().forward(*args, **kwargs)
-        except Exception as error:
-            tell_of(error, self._told_exchange.group)
-            raise
-
 
 @functools.cache
 def _telling(classes: tuple[type[nn.Module]]) -> type[nn.Module]:
     (cls,) = classes
+    inner = cls.forward
+
+    # Others look at the arguments that a model's forward takes.
+    @functools.wraps(inner)
+    def forward(self: _Telling, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return inner(self, *args, **kwargs)
+        except Exception as error:
+            tell_of(error, self._told_exchange.group)
+            raise
+
     # Under the name that it has: reprs and policies go by that.
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "forward": forward}
     return type(cls.__name__, (_Telling, cls), names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import time
 from typing import Any
 
@@ -17,7 +18,7 @@ from disttrain.experts import Experts, MixtureOfExperts, combine, dispatch, shar
 from disttrain.mesh import DeviceMesh
 from disttrain.testing import run_threads
 from disttrain.testing.pytest_plugin import on_ranks
-from tests.cases.expert_layers import HIDDEN, INTER, judge, ours, tokens
+from tests.cases.expert_layers import HIDDEN, INTER, JUDGES, block, judge, our_block, ours, tokens
 
 
 class Router(nn.Module):
@@ -47,8 +48,8 @@ class Model(nn.Module):
         self.checkpointed = checkpointed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            ran = block(x) if self.checkpointed is None else checkpoint(block, x, use_reentrant=self.checkpointed)
+        for layer in self.blocks:
+            ran = layer(x) if self.checkpointed is None else checkpoint(layer, x, use_reentrant=self.checkpointed)
             x = x + ran
         return self.head(x)
 
@@ -101,6 +102,44 @@ def test_a_model_has_the_gradients_of_one_process(size: int, exchange: str, chec
         torch.testing.assert_close(grads_of(model), grads_of(reference))
 
     run_threads(size, body)
+
+
+@pytest.mark.parametrize("name", list(JUDGES))
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_blocks_of_transformers_have_the_gradients_of_one_process(size: int, name: str) -> None:
+    alone = block(name, 5, 2)
+
+    def body() -> None:
+        reference, parts = copy.deepcopy(alone), batch(0, size)
+        layer = shard_experts(our_block(alone), ep_mesh())
+        whole, own = torch.cat(parts, 1).requires_grad_(), parts[disttrain.get_rank()].requires_grad_()
+        out, expected = layer(own), reference(whole)
+        expected = expected[0] if isinstance(expected, tuple) else expected
+        begin = sum(part.shape[1] for part in parts[: disttrain.get_rank()])
+        torch.testing.assert_close(out, expected[:, begin : begin + own.shape[1]])
+        out.square().sum().backward()
+        expected.square().sum().backward()
+        torch.testing.assert_close(own.grad, whole.grad[:, begin : begin + own.shape[1]])
+        sum_dense(layer)
+        wanted = {key.replace("gate.", "router."): grad for key, grad in grads_of(reference).items()}
+        # DeepSeek-V3's router computes in fp32, so that ranks' terms of its gradient are rounded.
+        close = {"rtol": 1e-4, "atol": 1e-3} if name == "deepseek_v3" else {}
+        for key, grad in grads_of(layer).items():
+            torch.testing.assert_close(grad, wanted.pop(key), **(close if key.startswith("router") else {}))
+        assert not wanted
+
+    run_threads(size, body)
+
+
+def test_a_module_keeps_its_name_and_what_its_forward_takes() -> None:
+    def body() -> None:
+        model = mixture()
+        shard_experts(model, ep_mesh())
+        assert type(model).__name__ == "MixtureOfExperts"
+        assert isinstance(model, MixtureOfExperts)
+        assert list(inspect.signature(model.forward).parameters) == ["x"]
+
+    run_threads(2, body)
 
 
 @on_ranks(2)
