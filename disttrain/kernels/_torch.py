@@ -178,6 +178,16 @@ def scaled_mm(
     return result.to(dtype)
 
 
+def scaled_grouped_mm(
+    a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
+    """Rows a (M, K), sorted by group, times each group's b (G, N, K) transposed, in float8 with scales for rows, (M,) and
+    (G, N): (M, N) of bf16."""
+    return torch._scaled_grouped_mm(
+        a, b.transpose(1, 2), a_scales, b_scales, ends, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+
+
 def stamp_of(tensor: torch.Tensor) -> list[int]:
     """Another one when torch's operators have written to the tensor; -1 where nobody counts."""
     return [tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version]
