@@ -1,0 +1,144 @@
+"""Rows by all-to-alls of the sizes that the routing asks for: what is sent is what is there.
+
+The sizes go first, in one small all-to-all, and the host reads them: the only word that it needs of the device. With
+them goes each rank's own finding about its weights, so that all ranks raise the same error for one that has a nan.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from disttrain.errors import ShapeError
+from disttrain.experts.exchange.plan import ExpertCut
+from disttrain.experts.exchange.sizes import counts_of
+from disttrain.kernels.grouped.rows import ExpertOrder, sort_by_expert
+from disttrain.process_group import ProcessGroup, Work, all_to_all_single
+
+NAME = "experts"
+
+
+class AllToAll:
+    """Makes routes between the ranks of a group."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.group = group
+        self._host_buffers: list[torch.Tensor] = []
+
+    def __deepcopy__(self, _: object) -> AllToAll:
+        """Itself: copies of a module send over the same group."""
+        return self
+
+    def route(self, order: ExpertOrder, num_experts: int, weights: torch.Tensor | None, most_rows: int) -> SizedRoute:
+        """Begin to exchange the sizes. Collective, as all that is done with a route; see `Exchange`."""
+        size = self.group.group_size
+        cut = ExpertCut(num_experts, size)
+        sizes = _packed(order.ends, cut, weights)
+        work = all_to_all_single(sizes[1], sizes[0], group=self.group, async_op=True)
+        assert work is not None
+        return SizedRoute(self, order, cut, sizes, work)
+
+    def host_buffer(self, like: torch.Tensor) -> torch.Tensor:
+        """Pinned memory, of which a few are enough: each is read before the next layer asks."""
+        for index, buffer in enumerate(self._host_buffers):
+            if buffer.shape == like.shape:
+                return self._host_buffers.pop(index)
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        self._host_buffers.append(buffer)
+
+
+class SizedRoute:
+    """A Route whose sizes are known to the host once rows are sent."""
+
+    def __init__(self, owner: AllToAll, order: ExpertOrder, cut: ExpertCut, sizes: torch.Tensor, work: Work) -> None:
+        self._owner = owner
+        self._group = owner.group
+        self._cut = cut
+        self._sizes = sizes
+        self._num_home = len(order.order)
+        work.wait()
+        self._host: torch.Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
+        if sizes.is_cuda:
+            self._host = owner.host_buffer(sizes)
+            self._host.copy_(sizes, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        self._splits: tuple[list[int], list[int]] | None = None
+        self._arrival: ExpertOrder | None = None
+        self.ends: torch.Tensor
+
+    def start(self, rows: torch.Tensor, is_back: bool) -> tuple[torch.Tensor, Work]:
+        sent, received = self._splits or self._read()
+        num_sent, num_received = sum(sent), sum(received)
+        if is_back:
+            if self._arrival is not None:
+                rows = rows.index_select(0, self._arrival.slots)
+            sent, received = received, sent
+            coming = rows.new_empty((self._num_home, rows.shape[1]))
+            # Assignments without an expert come last, and nothing comes for them.
+            coming[num_sent:] = 0
+            output = coming[:num_sent]
+        else:
+            rows = rows[:num_sent]
+            output = coming = rows.new_empty((num_received, rows.shape[1]))
+        return coming, all_to_all_single(output, rows.contiguous(), received, sent, self._group, async_op=True)
+
+    def finish(self, coming: torch.Tensor, work: Work, is_back: bool) -> torch.Tensor:
+        work.wait()
+        if is_back or self._arrival is None:
+            return coming
+        return coming.index_select(0, self._arrival.order)
+
+    def _read(self) -> tuple[list[int], list[int]]:
+        """Read the sizes, and learn from them how what comes is to be sorted."""
+        sizes = self._sizes
+        if self._host is not None and self._copied is not None:
+            self._copied.synchronize()
+            table = self._host.numpy().copy()
+            self._owner.give_back(self._host)
+        else:
+            table = sizes.numpy()
+        chunk = self._cut.chunk
+        findings = table[1, :, chunk]
+        # Not finite less itself is nan.
+        if (findings - findings).any():
+            self._refuse([rank for rank, finding in enumerate(findings) if finding - finding])
+        sent, received = table[:, :, :chunk].sum(-1).astype(int).tolist()
+        self._splits = sent, received
+        experts = self._cut.experts_of(self._group.group_rank)
+        counts = sizes[1, :, : len(experts)]
+        if len(experts) < 2 or self._group.group_size == 1:
+            # It comes as it must lie.
+            self.ends = counts.sum(0).cumsum(0).to(torch.int32)
+        else:
+            numbers = torch.arange(len(experts), device=sizes.device).expand(self._group.group_size, -1)
+            chosen = torch.repeat_interleave(
+                numbers.reshape(-1), counts.to(torch.int64).reshape(-1), output_size=sum(received)
+            )
+            self._arrival = sort_by_expert(chosen, len(experts))
+            self.ends = self._arrival.ends
+        return self._splits
+
+    def _refuse(self, ranks: list[int]) -> None:
+        members = ", ".join(str(self._group.members[rank]) for rank in ranks)
+        raise ShapeError(
+            NAME,
+            f"the weights of tokens' experts on rank {members} are not all finite: the router's scores have a nan or "
+            "an inf.",
+            "Look at that rank's batch and at the router's input; detect_anomaly finds where it arose.",
+            rank=self._group.world.rank,
+        )
+
+
+def _packed(ends: torch.Tensor, cut: ExpertCut, weights: torch.Tensor | None) -> torch.Tensor:
+    """(2, ranks, chunk + 1): in the first half the rows for each rank's experts, and the sum of the weights.
+
+    In double precision, which holds counts exactly and what is not finite as well.
+    """
+    sizes = torch.zeros((2, cut.num_ranks, cut.chunk + 1), dtype=torch.float64, device=ends.device)
+    sizes[0, :, : cut.chunk] = counts_of(ends, cut)
+    if weights is not None:
+        sizes[0, :, cut.chunk] = weights.detach().sum(dtype=torch.promote_types(weights.dtype, torch.float32))
+    return sizes

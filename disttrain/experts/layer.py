@@ -1,0 +1,153 @@
+"""Layers of experts: the experts alone, and with their router and the experts that all tokens share."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from disttrain.experts.exchange.dispatch import Exchange, Sending, begin_dispatch, combine
+from disttrain.kernels.grouped.form import GatedForm
+from disttrain.kernels.grouped.products import expert_mlp
+
+
+class Experts(nn.Module):
+    """Gated experts whose weights lie one behind the other, with the parameter names of transformers.
+
+    Parameters: gate_up_proj  (experts, 2 H, D);  down_proj  (experts, D, H);  transposed as `form` says.
+                gate_up_proj_bias, down_proj_bias  (experts, 2 H) and (experts, D), with `bias`.
+
+    After `shard_experts` the parameters are DTensors, of which a rank has some experts, and each token's row goes to
+    the ranks of its experts and back.
+    """
+
+    num_experts: int
+    form: GatedForm
+    exchange: Exchange | None = None
+    """Between the ranks that share the experts; None where all are here."""
+    capacity: float | None = None
+    """An expert takes at most so many times its even share of each rank's assignments; None: all."""
+    num_dropped: torch.Tensor | None = None
+    """() on the device: this rank's assignments that found no room in the last forward; None without a capacity."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        form: GatedForm | None = None,
+        *,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.form = form = form or GatedForm()
+        gate_up, down = (2 * intermediate_size, hidden_size), (hidden_size, intermediate_size)
+        if form.is_transposed:
+            gate_up, down = gate_up[::-1], down[::-1]
+        options: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, *gate_up, **options))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, *down, **options))
+        if bias:
+            self.gate_up_proj_bias = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, **options))
+            self.down_proj_bias = nn.Parameter(torch.empty(num_experts, hidden_size, **options))
+        else:
+            self.gate_up_proj_bias = self.down_proj_bias = None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw each expert's weights as nn.Linear draws its own."""
+        columns = 1 if self.form.is_transposed else 2
+        for weight, bias in (
+            (self.gate_up_proj, self.gate_up_proj_bias),
+            (self.down_proj, self.down_proj_bias),
+        ):
+            bound = 1 / math.sqrt(weight.shape[columns])
+            nn.init.uniform_(weight, -bound, bound)
+            if bias is not None:
+                nn.init.uniform_(bias, -bound, bound)
+
+    def forward(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """
+        Args:    x  (tokens, D);  indices, weights  (tokens, k), of each token's experts.
+        Returns: (tokens, D), the sum of what a token's experts compute, by their weights.
+        Raises:  ShapeError when shapes or dtypes don't fit, or, with other ranks, weights are not finite.
+        Collective: every rank of the axis that the experts lie along, and again in backward.
+        """
+        sending = self.begin(x, indices, weights)
+        sending.send()
+        return self.finish(sending, weights)
+
+    def begin(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> Sending:
+        """Begin to send tokens to their experts: `send` of the result goes on with that, `finish` computes."""
+        width = self.down_proj.shape[2 if self.form.is_transposed else 1]
+        return begin_dispatch(
+            x, indices, self.num_experts, self.exchange, weights, capacity=self.capacity, width=width
+        )
+
+    def finish(self, sending: Sending, weights: torch.Tensor) -> torch.Tensor:
+        """Compute the experts on the rows that have come, and give each token its own."""
+        dispatched = sending.arrived()
+        self.num_dropped = dispatched.num_dropped
+        return combine(self.compute(dispatched.rows, dispatched.ends), dispatched, weights)
+
+    def compute(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """This rank's experts on rows that are sorted by them."""
+        gate_up, down = _local(self.gate_up_proj), _local(self.down_proj)
+        gate_up_bias, down_bias = (
+            None if bias is None else _local(bias) for bias in (self.gate_up_proj_bias, self.down_proj_bias)
+        )
+        if not len(ends):
+            # A rank without experts has a backward all the same: the others exchange rows with it.
+            used = (part.sum() for part in (gate_up, down, gate_up_bias, down_bias) if part is not None)
+            return rows + sum(used)
+        return expert_mlp(rows, ends, gate_up, down, self.form, gate_up_bias=gate_up_bias, down_bias=down_bias)
+
+    def extra_repr(self) -> str:
+        gate_up = self.gate_up_proj.shape
+        return f"{self.num_experts}, gate_up_proj={tuple(gate_up)}, {self.form}"
+
+
+class MixtureOfExperts(nn.Module):
+    """A router, its experts, and perhaps experts that all tokens share, which compute while rows are under way.
+
+    Args: router  gives the tokens' `weights` and `indices` (tokens, k), as fields, or behind its logits in a tuple of
+                  three, as transformers' routers do;  experts, shared_experts  what they choose from, and what all
+                  tokens go through.
+    """
+
+    def __init__(self, router: nn.Module, experts: Experts, shared_experts: nn.Module | None = None) -> None:
+        super().__init__()
+        self.router = router
+        self.experts = experts
+        self.shared_experts = shared_experts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """
+        Args:    x  (..., D).
+        Returns: (..., D).
+        Collective: as `Experts`.
+        """
+        tokens = x.reshape(-1, x.shape[-1])
+        routing = self.router(tokens)
+        if hasattr(routing, "indices"):
+            weights, indices = routing.weights, routing.indices
+        else:
+            _, weights, indices = routing
+        if self.shared_experts is None:
+            return self.experts(tokens, indices, weights).view(x.shape)
+        sending = self.experts.begin(tokens, indices, weights)
+        sending.send()
+        shared = self.shared_experts(x)
+        return self.experts.finish(sending, weights).view(x.shape) + shared
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter, through which its gradient goes."""
+    to_local = getattr(parameter, "to_local", None)
+    local: torch.Tensor = parameter if to_local is None else to_local()
+    return local
