@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from disttrain.experts.exchange.dispatch import Exchange, Sending, begin_dispatch, combine
+from disttrain.experts.expert_layer import ExpertLayer, local_part
 from disttrain.kernels.grouped.form import GatedForm
 from disttrain.kernels.grouped.products import expert_mlp
 
 
-class Experts(nn.Module):
+class Experts(ExpertLayer):
     """Gated experts whose weights lie one behind the other, with the parameter names of transformers.
 
     Parameters: gate_up_proj  (experts, 2 H, D);  down_proj  (experts, D, H);  transposed as `form` says.
@@ -25,12 +25,6 @@ class Experts(nn.Module):
 
     num_experts: int
     form: GatedForm
-    exchange: Exchange | None = None
-    """Between the ranks that share the experts; None where all are here."""
-    capacity: float | None = None
-    """An expert takes at most so many times its even share of each rank's assignments; None: all."""
-    num_dropped: torch.Tensor | None = None
-    """() on the device: this rank's assignments that found no room in the last forward; None without a capacity."""
 
     def __init__(
         self,
@@ -78,28 +72,21 @@ class Experts(nn.Module):
         Raises:  ShapeError when shapes or dtypes don't fit, or, with other ranks, weights are not finite.
         Collective: every rank of the axis that the experts lie along, and again in backward.
         """
-        sending = self.begin(x, indices, weights)
-        sending.send()
-        return self.finish(sending, weights)
+        return self.mix(x, indices, weights)
 
-    def begin(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> Sending:
-        """Begin to send tokens to their experts: `send` of the result goes on with that, `finish` computes."""
-        width = self.down_proj.shape[2 if self.form.is_transposed else 1]
-        return begin_dispatch(
-            x, indices, self.num_experts, self.exchange, weights, capacity=self.capacity, width=width
-        )
+    def count_experts(self) -> int:
+        """The experts of all ranks."""
+        return self.num_experts
 
-    def finish(self, sending: Sending, weights: torch.Tensor) -> torch.Tensor:
-        """Compute the experts on the rows that have come, and give each token its own."""
-        dispatched = sending.arrived()
-        self.num_dropped = dispatched.num_dropped
-        return combine(self.compute(dispatched.rows, dispatched.ends), dispatched, weights)
+    def expert_width(self) -> int:
+        """The columns of the rows that experts take."""
+        return self.down_proj.shape[2 if self.form.is_transposed else 1]
 
     def compute(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """This rank's experts on rows that are sorted by them."""
-        gate_up, down = _local(self.gate_up_proj), _local(self.down_proj)
+        gate_up, down = local_part(self.gate_up_proj), local_part(self.down_proj)
         gate_up_bias, down_bias = (
-            None if bias is None else _local(bias) for bias in (self.gate_up_proj_bias, self.down_proj_bias)
+            None if bias is None else local_part(bias) for bias in (self.gate_up_proj_bias, self.down_proj_bias)
         )
         if not len(ends):
             # A rank without experts has a backward all the same: the others exchange rows with it.
@@ -144,10 +131,3 @@ class MixtureOfExperts(nn.Module):
         sending.send()
         shared = self.shared_experts(x)
         return self.experts.finish(sending, weights).view(x.shape) + shared
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter, through which its gradient goes."""
-    to_local = getattr(parameter, "to_local", None)
-    local: torch.Tensor = parameter if to_local is None else to_local()
-    return local

@@ -12,7 +12,7 @@ from disttrain.errors import ShardingError
 from disttrain.experts.exchange.all_to_all import NAME
 from disttrain.experts.exchange.dispatch import Exchange, exchange_along
 from disttrain.experts.faults import tells
-from disttrain.experts.layer import Experts
+from disttrain.experts.expert_layer import ExpertLayer
 from disttrain.mesh import DeviceMesh
 from disttrain.tp import ParallelStyle
 
@@ -46,7 +46,7 @@ def shard_experts(
     made = exchange_along(mesh, exchange)
     if capacity is not None and not capacity > 0:
         _refuse(f"capacity is {capacity}.", "Give a positive factor of an expert's even share, or None.", mesh)
-    layers = [layer for layer in module.modules() if isinstance(layer, Experts)]
+    layers = [layer for layer in module.modules() if isinstance(layer, ExpertLayer)]
     if not layers:
         _refuse(
             f"{type(module).__name__} has no experts.",
@@ -81,8 +81,8 @@ class ExpertParallel(ParallelStyle):
         )
 
 
-def _check(layer: Experts, mesh: DeviceMesh) -> None:
-    for name, parameter in layer.named_parameters(recurse=False):
+def _check(layer: ExpertLayer, mesh: DeviceMesh) -> None:
+    for _, name, parameter in layer.expert_tensors():
         check_ours(NAME, name, parameter)
         if isinstance(parameter, DTensor):
             _refuse(
@@ -90,25 +90,29 @@ def _check(layer: Experts, mesh: DeviceMesh) -> None:
                 "Call shard_experts once, and before fully_shard.",
                 mesh,
             )
-        if len(parameter) != layer.num_experts:
+        num_experts = layer.count_experts()
+        rows, rest = divmod(len(parameter), num_experts)
+        if rest or (rows > 1 and num_experts % mesh.size()):
             _refuse(
-                f"{name} of {type(layer).__name__} has shape {tuple(parameter.shape)} for {layer.num_experts} experts.",
-                "Give each parameter the experts as its first dim.",
+                f"{name} of {type(layer).__name__} has shape {tuple(parameter.shape)} for {num_experts} experts, and the"
+                f" axis has {mesh.size()} ranks.",
+                "Give each parameter the experts as its first dim, or as many experts to each rank.",
                 mesh,
             )
 
 
-def _shard(layer: Experts, mesh: DeviceMesh, src_data_rank: int | None) -> None:
-    for name, parameter in list(layer.named_parameters(recurse=False)):
+def _shard(layer: ExpertLayer, mesh: DeviceMesh, src_data_rank: int | None) -> None:
+    for holder, name, parameter in list(layer.expert_tensors()):
         part = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=src_data_rank)
-        setattr(layer, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+        setattr(holder, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+    layer.keep_part(mesh, src_data_rank)
 
 
 def _let_tell(module: nn.Module, exchange: Exchange) -> None:
     """Of `module`, and of each module that has a layer of experts: routers raise there."""
     tells(module, exchange)
     for parent in list(module.modules()):
-        if any(isinstance(child, Experts) for child in parent.children()):
+        if any(isinstance(child, ExpertLayer) for child in parent.children()):
             tells(parent, exchange)
 
 

@@ -19,7 +19,7 @@ from disttrain.errors import ShardingError
 from disttrain.fsdp2 import MixedPrecisionPolicy, fully_shard
 from disttrain.mesh import DeviceMesh
 from disttrain.testing.pytest_plugin import on_ranks
-from tests.cases.expert_blocks import ExpertBlock, stack
+from tests.cases.sharded_experts import ExpertBlock, stack
 
 Sizes = dict[str, int]
 

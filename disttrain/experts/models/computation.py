@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from disttrain.kernels.grouped.form import GatedForm
@@ -20,6 +22,10 @@ class Stacks(NamedTuple):
     down: torch.Tensor
     into_bias: tuple[torch.Tensor, ...] = ()
     down_bias: torch.Tensor | None = None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them."""
+        return [*self.into, self.down, *self.into_bias, *([] if self.down_bias is None else [self.down_bias])]
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,9 @@ class Computation:
 
         Args: module  has the functions and norms that are named here.
         """
+        if not len(ends):
+            # A rank without experts has a backward all the same: the others exchange rows with it.
+            return rows + sum((part.sum() for part in stacks.tensors()), rows.new_zeros(()))
         into = stacks.into[::-1] if self.is_reversed else stacks.into
         biases = stacks.into_bias[::-1] if self.is_reversed else stacks.into_bias
         if len(into) == 2 and (biases or self.gated is None):
@@ -65,12 +74,31 @@ class Computation:
         return named(module, self.norm)(out) if self.norm else out
 
     def _activated(self, module: nn.Module, first: torch.Tensor) -> torch.Tensor:
-        function = named(module, self.activation)
+        function = FUNCTIONS.get(self.activation) or named(module, self.activation)
         if self.takes != "gate":
             result: torch.Tensor = function(first)
             return result
         gate, up = first.chunk(2, -1)
         return function(gate) * up  # type: ignore[no-any-return]
+
+
+def _relu_squared(x: torch.Tensor) -> torch.Tensor:
+    return F.relu(x).square()
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+FUNCTIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "F.relu": F.relu,
+    "F.gelu": F.gelu,
+    "F.silu": F.silu,
+    "F.gelu_tanh": _gelu_tanh,
+    "F.relu_squared": _relu_squared,
+    "F.sigmoid": torch.sigmoid,
+}
+"""Activations that a forward may call without having them as attributes."""
 
 
 def named(module: Any, path: str) -> Any:

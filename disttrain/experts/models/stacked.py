@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from disttrain.experts.expert_layer import local_part
 from disttrain.experts.models.computation import Stacks, named
 
 _NAMES: Final = (
@@ -52,14 +53,21 @@ class StackedWeights:
         """All of them, with dots."""
         return (*self.into, self.down, *self.into_bias, *([self.down_bias] if self.down_bias else []))
 
-    def stacks(self, module: nn.Module) -> Stacks:
-        """The tensors that `module` has now, as many experts as are there."""
-        into, down = tuple(named(module, name) for name in self.into), named(module, self.down)
+    def stacks(self, module: nn.Module, num_experts: int) -> Stacks:
+        """The tensors that `module` has on this rank, of `num_experts` experts."""
+        into = tuple(local_part(named(module, name)) for name in self.into)
+        down = local_part(named(module, self.down))
         if self.is_flat:
-            into = tuple(weight.view(-1, self.hidden, self.width) for weight in into)
-            down = down.view(-1, self.hidden, self.width).transpose(1, 2)
-        biases = tuple(named(module, name) for name in self.into_bias)
-        return Stacks(into, down, biases, named(module, self.down_bias) if self.down_bias else None)
+            into = tuple(weight.view(num_experts, -1, weight.shape[1]) for weight in into)
+            down = down.view(num_experts, -1, down.shape[1]).transpose(1, 2)
+        biases = tuple(local_part(named(module, name)) for name in self.into_bias)
+        down_bias = local_part(named(module, self.down_bias)) if self.down_bias else None
+        return Stacks(into, down, biases, down_bias)
+
+    def width_of(self, module: nn.Module) -> int:
+        """The columns of the rows that the experts of `module` take."""
+        shape: torch.Size = named(module, self.down).shape
+        return shape[1 if self.is_flat else 2 if self.is_transposed else 1]
 
 
 def stacked_weights(module: nn.Module) -> list[StackedWeights]:

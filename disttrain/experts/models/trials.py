@@ -9,9 +9,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from disttrain.experts.models.computation import Computation
+from disttrain.experts.models.computation import FUNCTIONS, Computation
 from disttrain.experts.models.replicas import Replica, Results, are_same, results
-from disttrain.experts.models.stacked import StackedWeights
 from disttrain.kernels.grouped.form import GatedForm
 
 TOKENS: Final = 24
@@ -42,10 +41,12 @@ def gated_forms(module: nn.Module, *, is_transposed: bool) -> Iterator[GatedForm
                     yield GatedForm("clamped", is_interleaved, is_transposed, limit, alpha)
 
 
-def computations(module: nn.Module, weights: StackedWeights) -> Iterator[Computation]:
-    """What a module with these weights may compute, the fastest first."""
+def computations(module: nn.Module, weights: Any, orders: Sequence[bool] = (False,)) -> Iterator[Computation]:
+    """What a module with these weights may compute, the fastest first.
+
+    Args: orders  whether up's weight may come before gate's.
+    """
     norm = "post_expert_norm" if hasattr(module, "post_expert_norm") else ""
-    orders = (False, True) if len(weights.into) == 2 else (False,)
     if weights.has_gate:
         for form in gated_forms(module, is_transposed=weights.is_transposed):
             for is_reversed in orders:
@@ -54,7 +55,7 @@ def computations(module: nn.Module, weights: StackedWeights) -> Iterator[Computa
         if callable(getattr(module, "_apply_gate", None)):
             yield Computation(None, weights.is_transposed, "_apply_gate", norm=norm)
     takes = "gate" if weights.has_gate else "alone"
-    for name in _functions(module):
+    for name in (*_functions(module), *FUNCTIONS):
         for is_reversed in orders:
             yield Computation(None, weights.is_transposed, name, takes, norm, is_reversed)
 
@@ -90,19 +91,43 @@ def agreed(
     candidates: Sequence[Callable[..., Any]],
     inputs: Sequence[tuple[torch.Tensor, ...]],
 ) -> tuple[int | None, str]:
-    """The first candidate that gives what `forward` gives, or why there is none."""
+    """The first candidate that gives what `forward` gives, in training and evaluation, or why there is none."""
     problem = ""
     for given in inputs:
-        expected, raised = attempted(replica.module, forward, given)
+        expected, raised = _in_both_modes(replica.module, forward, given)
         problem = problem or raised
-        if expected is None:
+        if not expected:
             continue
         for index, candidate in enumerate(candidates):
-            result, _ = attempted(replica.module, candidate, given)
-            if result is not None and are_same(expected, result):
+            if _is_as(expected, replica.module, candidate, given):
                 return index, ""
         problem = "what it computes on a small copy is none of the computations that are known"
     return None, problem
+
+
+def _in_both_modes(
+    module: nn.Module, forward: Callable[..., Any], given: Sequence[torch.Tensor]
+) -> tuple[list[Results], str]:
+    """What a forward gives in evaluation and in training; nothing, and what it raised."""
+    both = []
+    for is_training in (False, True):
+        module.train(is_training)
+        result, problem = attempted(module, forward, given)
+        if result is None:
+            return [], problem
+        both.append(result)
+    return both, ""
+
+
+def _is_as(
+    expected: Sequence[Results], module: nn.Module, forward: Callable[..., Any], given: Sequence[torch.Tensor]
+) -> bool:
+    for is_training, one in zip((False, True), expected, strict=True):
+        module.train(is_training)
+        result, _ = attempted(module, forward, given)
+        if result is None or not are_same(one, result):
+            return False
+    return True
 
 
 def attempted(

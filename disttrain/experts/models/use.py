@@ -3,41 +3,32 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from functools import wraps
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from disttrain.console import write
-from disttrain.experts.models import forwards
-from disttrain.experts.models.computation import Computation, named
-from disttrain.experts.models.replicas import Replica
-from disttrain.experts.models.stacked import StackedWeights, others, stacked_weights
-from disttrain.experts.models.trials import agreed, call_of, computations, inputs_of
-
-_DTYPES: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_IMPLEMENTATIONS: Final = ("eager", "batched_mm", "grouped_mm", "deepgemm", "sonicmoe", None)
-"""Transformers' own ways to compute the same."""
+from disttrain.experts.expert_layer import ExpertLayer
+from disttrain.experts.models.finding import Finding, found, looks_like_experts
 
 
 class Taken(NamedTuple):
-    """A module called `name`, whose experts, held as `what` says, grouped products compute now."""
+    """The module called `name`, of the class `what`, computes its experts by grouped products now."""
 
     name: str
     what: str
 
 
 class Left(NamedTuple):
-    """A module called `name` that looks like experts and stays as it is, and why."""
+    """The module called `name` looks like experts and stays as it is, and why."""
 
     name: str
     why: str
 
 
 class Adopted(NamedTuple):
-    """What `use_experts` did."""
+    """All that `use_experts` took, and what it left."""
 
     taken: tuple[Taken, ...]
     left: tuple[Left, ...]
@@ -45,107 +36,52 @@ class Adopted(NamedTuple):
 
 def use_experts(model: nn.Module, report: Callable[[str], None] = write) -> Adopted:
     """Let `model`, which stays the same object with the same parameters and names, compute its experts by grouped
-    products."""
+    products: no loop over experts, and no word of the host.
+
+    Taken are modules whose weights are stacked by expert (those of transformers 5, torchtitan's GroupedExperts), and
+    ModuleLists of gated or plain feed-forward layers, with the block whose forward loops over them. They are found by
+    their parameters' names and shapes. What they compute is found by trial: candidates run beside a small copy of the
+    module in fp64, and are taken if outputs and gradients agree. Random states stay as they are, and no weight is read,
+    so the model may be on the meta device. Other modules of experts are left, with the reason.
+
+    Parameters keep their names, modules their hooks and their classes, of which they are instances still. Experts
+    without a token get zeros as gradients, where a loop leaves None. The setting `experts_implementation` of
+    transformers counts no more for what was taken. When a module's activation or limits are changed later, it computes
+    as it did before.
+
+    Call it before `shard_experts`, which then has the model's experts divided among ranks, and before `fully_shard`.
+
+    Args:    report  is given the lines that say what was taken and left; the default prints them.
+    Returns: both, by the modules' names.
+    """
     taken: list[Taken] = []
     left: list[Left] = []
-    known: dict[Any, Any] = {}
-    for name, module in model.named_modules():
-        ways = stacked_weights(module)
-        if not ways or hasattr(type(module), "_experts_of"):
+    known: dict[Hashable, Finding] = {}
+    covered: set[nn.Module] = set()
+    # What lies inside comes first: blocks call their experts.
+    for name, module in reversed(list(model.named_modules())):
+        if isinstance(module, ExpertLayer) or module in covered:
             continue
-        key = _key(module)
-        if key not in known:
-            known[key] = _class_of(module, ways)
-        kind, why = known[key]
-        if kind is None:
-            left.append(Left(name, why))
-        else:
-            module.__class__ = kind
-            taken.append(Taken(name, type(module).__name__))
+        finding = found(module, known)
+        if finding is None:
+            if looks_like_experts(module, name):
+                left.append(Left(name, "its parameters have no form that is known"))
+            continue
+        covered |= {*module.modules()} if finding.kind is None else set()
+        if finding.kind is None:
+            left.append(Left(name, finding.why))
+            continue
+        finding.apply(module)
+        taken.append(Taken(name, type(module).__name__))
+    left = [one for one in left if not any(_is_within(one.name, other.name) for other in taken)]
     counts = Counter(one.what for one in taken)
     lines = ", ".join(f"{count} x {what}" for what, count in sorted(counts.items())) or "nothing"
     report(f"use_experts: {type(model).__name__}: {lines}")
     for one in left:
-        report(f"use_experts: {one.name} stays as it is: {one.why}")
-    return Adopted(tuple(taken), tuple(left))
+        report(f"use_experts: {one.name or type(model).__name__} stays as it is: {one.why}")
+    return Adopted(tuple(taken[::-1]), tuple(left[::-1]))
 
 
-def _key(module: nn.Module) -> Any:
-    values = [
-        (f"{prefix}.{name}", value)
-        for prefix, part in module.named_modules()
-        for name, value in vars(part).items()
-        if not name.startswith("_") and isinstance(value, int | float | str | None)
-    ]
-    shapes = [(name, tuple(value.shape), value.dtype) for name, value in module.named_parameters()]
-    types = [type(part) for part in module.modules()]
-    return (tuple(types), tuple(values), tuple(shapes), "forward" in vars(module))
-
-
-def _class_of(module: nn.Module, ways: list[StackedWeights]) -> tuple[type[nn.Module] | None, str]:
-    why = _obstacle(module, ways[0])
-    kind, names = call_of(module)
-    if not why and not kind:
-        why = f"its forward takes ({', '.join(names)})"
-    if why:
-        return None, why
-    for weights in ways:
-        candidates = list(computations(module, weights))
-        replica = Replica(module, weights.width, weights.hidden, weights.num_experts)
-        small = _replaced_weights(replica.module, weights)
-        trials = [_forward_by(small, how, kind) for how in candidates]
-        index, why = agreed(replica, type(module).forward, trials, inputs_of(replica, kind, weights.num_experts))
-        if index is not None:
-            return _class_with(module, weights, candidates[index], kind, names), ""
-    return None, why
-
-
-def _replaced_weights(module: nn.Module, weights: StackedWeights) -> StackedWeights:
-    return next(way for way in stacked_weights(module) if way.is_transposed == weights.is_transposed)
-
-
-def _obstacle(module: nn.Module, weights: StackedWeights) -> str:
-    more = sorted(others(module, weights))
-    dtypes = {named(module, name).dtype for name in weights.names} - {*_DTYPES}
-    implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    if dtypes:
-        return f"its weights are of {', '.join(sorted(map(str, dtypes)))}"
-    if more:
-        return f"it has {', '.join(more)} besides the experts' weights"
-    if "forward" in vars(module):
-        return "its forward was replaced on the module itself, as some libraries do"
-    if implementation not in _IMPLEMENTATIONS:
-        return f"its config's experts_implementation is {implementation!r}, which is not one of transformers' own"
-    return ""
-
-
-def _forward_by(weights: StackedWeights, how: Computation, kind: str) -> Callable[..., Any]:
-    function: Any = getattr(forwards, kind)
-
-    def forward(self: nn.Module, *values: Any) -> Any:
-        given = forwards.in_roles(values) if kind == "routed" else values
-        if given is None:
-            raise TypeError("tokens, indices and weights are wanted")
-        stacks = weights.stacks(self)
-        return function(*given, weights.num_experts, lambda rows, ends: how.outputs(self, rows, ends, stacks))
-
-    return forward
-
-
-def _class_with(
-    module: nn.Module, weights: StackedWeights, how: Computation, kind: str, names: tuple[str, ...]
-) -> type[nn.Module]:
-    base = type(module)
-    as_ever: Any = base.forward
-    ours = _forward_by(weights, how, kind)
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return ours(self, *forwards.bound(names, args, kwargs))
-
-    forward.__code__ = forward.__code__.replace()
-    forward = wraps(as_ever)(forward)
-    return type(
-        base.__name__,
-        (base,),
-        {"forward": forward, "_experts_of": weights, "_how": how, "__module__": base.__module__, "__doc__": base.__doc__},
-    )
+def _is_within(one: str, other: str) -> bool:
+    """True if of two names of modules one is the other's, or inside it."""
+    return any(not outer or inner == outer or inner.startswith(f"{outer}.") for outer, inner in ((one, other), (other, one)))

@@ -1,0 +1,78 @@
+"""What all layers of experts have in common: tokens go to their experts, and what comes back is summed up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from disttrain.experts.exchange.dispatch import Exchange, Sending, begin_dispatch, combine
+from disttrain.mesh import DeviceMesh
+
+
+class ExpertLayer(nn.Module):
+    """Experts that `shard_experts` can divide among ranks; subclasses compute them on rows that are sorted."""
+
+    exchange: Exchange | None = None
+    """Between the ranks that share the experts; None where all are here."""
+    capacity: float | None = None
+    """An expert takes at most so many times its even share of each rank's assignments; None: all."""
+    num_dropped: torch.Tensor | None = None
+    """() on the device: this rank's assignments that found no room in the last forward; None without a capacity."""
+
+    def count_experts(self) -> int:
+        """The experts of all ranks."""
+        raise NotImplementedError
+
+    def expert_width(self) -> int:
+        """The columns of the rows that experts take."""
+        raise NotImplementedError
+
+    def expert_tensors(self) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+        """Parameters whose dim 0 is the experts', with the modules that have them and their names there."""
+        for name, parameter in self.named_parameters(recurse=False):
+            yield self, name, parameter
+
+    def keep_part(self, mesh: DeviceMesh, src_data_rank: int | None) -> None:
+        """Drop the other ranks' experts of those that are tensors of their own. Collective: every rank of the axis."""
+
+    def compute(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """This rank's experts on rows that are sorted by them."""
+        raise NotImplementedError
+
+    def mix(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """
+        Args:    x  (tokens, D);  indices, weights  (tokens, k), of each token's experts.
+        Returns: (tokens, D), the sum of what a token's experts compute, by their weights.
+        Raises:  ShapeError when shapes or dtypes don't fit, or, with other ranks, weights are not finite.
+        Collective: every rank of the axis that the experts lie along, and again in backward.
+        """
+        sending = self.begin(x, indices, weights)
+        sending.send()
+        return self.finish(sending, weights)
+
+    def begin(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> Sending:
+        """Begin to send tokens to their experts: `send` of the result goes on with that, `finish` computes."""
+        return begin_dispatch(
+            x,
+            indices,
+            self.count_experts(),
+            self.exchange,
+            weights,
+            capacity=self.capacity,
+            width=self.expert_width(),
+        )
+
+    def finish(self, sending: Sending, weights: torch.Tensor) -> torch.Tensor:
+        """Compute the experts on the rows that have come, and give each token its own."""
+        dispatched = sending.arrived()
+        self.num_dropped = dispatched.num_dropped
+        return combine(self.compute(dispatched.rows, dispatched.ends), dispatched, weights)
+
+
+def local_part(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter, through which its gradient goes."""
+    to_local = getattr(parameter, "to_local", None)
+    local: torch.Tensor = parameter if to_local is None else to_local()
+    return local
