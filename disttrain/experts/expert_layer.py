@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
+from disttrain.dtensor import DTensor, Partial, Placement
 from disttrain.experts.exchange.dispatch import Exchange, Sending, begin_dispatch, combine
+from disttrain.experts.hidden_cut import HiddenCut
 from disttrain.mesh import DeviceMesh
 
 
@@ -16,6 +19,8 @@ class ExpertLayer(nn.Module):
 
     exchange: Exchange | None = None
     """Between the ranks that share the experts; None where all are here."""
+    hidden_cut: HiddenCut | None = None
+    """Between the ranks that share each expert; None where an expert is on one."""
     capacity: float | None = None
     """An expert takes at most so many times its even share of each rank's assignments; None: all."""
     num_dropped: torch.Tensor | None = None
@@ -34,6 +39,10 @@ class ExpertLayer(nn.Module):
         for name, parameter in self.named_parameters(recurse=False):
             yield self, name, parameter
 
+    def hidden_cuts(self) -> Sequence[Placement] | None:
+        """How each of `expert_tensors` is cut along the hidden dim of experts; None where they cannot be."""
+        return None
+
     def keep_part(self, mesh: DeviceMesh, src_data_rank: int | None) -> None:
         """Drop the other ranks' experts of those that are tensors of their own. Collective: every rank of the axis."""
 
@@ -50,10 +59,13 @@ class ExpertLayer(nn.Module):
         """
         sending = self.begin(x, indices, weights)
         sending.send()
-        return self.finish(sending, weights)
+        return self.finish(sending)
 
     def begin(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> Sending:
         """Begin to send tokens to their experts: `send` of the result goes on with that, `finish` computes."""
+        if self.hidden_cut is not None:
+            x, weights = self.hidden_cut.entering(x), self.hidden_cut.entering(weights)
+            indices = self.hidden_cut.entering(indices) if self.hidden_cut.cuts_tokens else indices
         return begin_dispatch(
             x,
             indices,
@@ -64,15 +76,22 @@ class ExpertLayer(nn.Module):
             width=self.expert_width(),
         )
 
-    def finish(self, sending: Sending, weights: torch.Tensor) -> torch.Tensor:
+    def finish(self, sending: Sending) -> torch.Tensor:
         """Compute the experts on the rows that have come, and give each token its own."""
         dispatched = sending.arrived()
         self.num_dropped = dispatched.num_dropped
-        return combine(self.compute(dispatched.rows, dispatched.ends), dispatched, weights)
+        assert sending.weights is not None
+        sums = combine(self.compute(dispatched.rows, dispatched.ends), dispatched, sending.weights)
+        return sums if self.hidden_cut is None else self.hidden_cut.leaving(sums)
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter, through which its gradient goes."""
-    to_local = getattr(parameter, "to_local", None)
-    local: torch.Tensor = parameter if to_local is None else to_local()
-    return local
+    """This rank's part of a parameter, through which its gradient goes; of a bias that several ranks add, whose results
+    are summed up, a share."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    wholes = [axis for axis, placement in enumerate(parameter.placements) if placement.cut_dim is None]
+    if not wholes:
+        return parameter.to_local()
+    grads = [placement if placement.cut_dim is not None else Partial() for placement in parameter.placements]
+    return parameter.to_local(grad_placements=grads) / math.prod(parameter.device_mesh.shape[axis] for axis in wholes)

@@ -9,7 +9,6 @@ from torch import nn
 
 from disttrain.errors import DisttrainError
 from disttrain.experts.exchange.all_to_all import NAME
-from disttrain.experts.exchange.dispatch import Exchange
 from disttrain.process_group import ProcessGroup
 from disttrain.process_group.watching.refusals import ANY
 
@@ -27,21 +26,23 @@ def tell_of(error: Exception, group: ProcessGroup) -> None:
         error.add_note(f"The other ranks could not be told: {reason}")
 
 
-def tells(module: nn.Module, exchange: Exchange) -> None:
-    """Have `module` tell the exchange's ranks of errors in its forward."""
+def tells(module: nn.Module, group: ProcessGroup) -> None:
+    """Have `module` tell the ranks of `group`, too, of errors in its forward."""
     if not isinstance(module, _Telling):
         module.__class__ = _telling(type(module))
-    module._told_exchange = exchange  # type: ignore[assignment]
+        module._told_groups = ()
+    module._told_groups = (*module._told_groups, group)
 
 
 class _Telling(nn.Module):
-    _told_exchange: Exchange
+    _told_groups: tuple[ProcessGroup, ...]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().forward(*args, **kwargs)
         except Exception as error:
-            tell_of(error, self._told_exchange.group)
+            for group in self._told_groups:
+                tell_of(error, group)
             raise
 
 

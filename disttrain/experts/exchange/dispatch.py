@@ -55,7 +55,7 @@ class Dispatched:
 class Sending:
     """Rows that have begun to go to their experts, and what must be known to end that."""
 
-    __slots__ = ("_leg", "_rows", "_under_way", "num_dropped", "order")
+    __slots__ = ("_leg", "_rows", "_under_way", "num_dropped", "order", "weights")
 
     def __init__(
         self,
@@ -67,6 +67,7 @@ class Sending:
         capacity: float | None,
     ) -> None:
         order, most_rows = sort_by_expert(indices, num_experts), indices.numel()
+        self.weights = weights
         self.num_dropped: torch.Tensor | None = None
         if capacity is not None:
             room = room_of(capacity, most_rows, num_experts)
