@@ -5,7 +5,8 @@ from __future__ import annotations
 from disttrain.experts.exchange.dispatch import Dispatched, combine, dispatch
 from disttrain.experts.layer import Experts, MixtureOfExperts
 from disttrain.experts.models.use import Adopted, Left, Taken, use_experts
-from disttrain.experts.shard import ExpertParallel, ExpertTensorParallel, shard_experts
+from disttrain.experts.shard import ExpertParallel, shard_experts
+from disttrain.experts.tensor_parallel import ExpertTensorParallel
 
 __all__ = [
     "Adopted",

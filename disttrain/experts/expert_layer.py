@@ -11,7 +11,9 @@ from torch import nn
 from disttrain.dtensor import DTensor, Partial, Placement
 from disttrain.experts.exchange.dispatch import Exchange, Sending, begin_dispatch, combine
 from disttrain.experts.hidden_cut import HiddenCut
+from disttrain.experts.tensor_parallel import ExpertTensorParallel
 from disttrain.mesh import DeviceMesh
+from disttrain.tp import ParallelStyle
 
 
 class ExpertLayer(nn.Module):
@@ -42,6 +44,10 @@ class ExpertLayer(nn.Module):
     def hidden_cuts(self) -> Sequence[Placement] | None:
         """How each of `expert_tensors` is cut along the hidden dim of experts; None where they cannot be."""
         return None
+
+    def style_along_hidden(self, *, cuts_tokens: bool) -> ParallelStyle | None:
+        """The style that tp.plan_for proposes; None where the layer stays whole."""
+        return None if self.hidden_cuts() is None else ExpertTensorParallel(cuts_tokens=cuts_tokens)
 
     def keep_part(self, mesh: DeviceMesh, src_data_rank: int | None) -> None:
         """Drop the other ranks' experts of those that are tensors of their own. Collective: every rank of the axis."""

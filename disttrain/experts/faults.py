@@ -34,6 +34,19 @@ def tells(module: nn.Module, group: ProcessGroup) -> None:
     module._told_groups = (*module._told_groups, group)
 
 
+def let_tell(module: nn.Module, group: ProcessGroup) -> None:
+    """Have `module`, and each module in it that has a layer of experts, where routers raise, tell `group` of errors."""
+    tells(module, group)
+    for parent in list(module.modules()):
+        if any(is_layer(child) for child in parent.children()):
+            tells(parent, group)
+
+
+def is_layer(module: nn.Module) -> bool:
+    """True for a layer of experts."""
+    return hasattr(module, "expert_tensors")
+
+
 class _Telling(nn.Module):
     _told_groups: tuple[ProcessGroup, ...]
 

@@ -7,11 +7,9 @@ again, which is k times less than the rows of all experts.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
 
 from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard, StridedShard, distribute_tensor
 from disttrain.errors import ShardingError
@@ -35,7 +33,9 @@ class HiddenCut:
     def leaving(self, sums: torch.Tensor) -> torch.Tensor:
         """This rank's tokens, of which each rank has computed a part of each. Collective."""
         there = [Shard(0) if self.cuts_tokens else Replicate()]
-        return DTensor.from_local(sums, self.mesh, [Partial()], run_check=False).redistribute(placements=there).to_local()
+        return (
+            DTensor.from_local(sums, self.mesh, [Partial()], run_check=False).redistribute(placements=there).to_local()
+        )
 
 
 def hidden_placements(*, is_transposed: bool, is_interleaved: bool, is_fused: bool) -> tuple[Placement, Placement]:
@@ -67,18 +67,3 @@ def cut_further(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement,
         shape, stride = parameter.shape, parameter.stride()
         part = DTensor.from_local(part.to_local(), joined, placements, run_check=False, shape=shape, stride=stride)
     return nn.Parameter(part, requires_grad=parameter.requires_grad)
-
-
-class OnParts(nn.Module):
-    """A module whose parameters all ranks of an axis have, and which each calls with its part of the tokens: gradients
-    are summed over the axis. The module's own class is the other base."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        values = {
-            name: parameter.to_local(grad_placements=[Partial()] * parameter.device_mesh.ndim)
-            for name, parameter in self.named_parameters()
-            if isinstance(parameter, DTensor)
-        }
-        if not values:
-            return super().forward(*args, **kwargs)
-        return functional_call(self, values, args, kwargs)

@@ -92,7 +92,12 @@ class Experts(ExpertLayer):
             is_transposed=form.is_transposed, is_interleaved=form.is_interleaved, is_fused=True
         )
         into_bias = Shard(1) if form.is_interleaved else StridedShard(1, 2)
-        of_name = {"gate_up_proj": into, "down_proj": back, "gate_up_proj_bias": into_bias, "down_proj_bias": Replicate()}
+        of_name = {
+            "gate_up_proj": into,
+            "down_proj": back,
+            "gate_up_proj_bias": into_bias,
+            "down_proj_bias": Replicate(),
+        }
         return [of_name[name] for _, name, _ in self.expert_tensors()]
 
     def compute(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

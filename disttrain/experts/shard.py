@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 from torch import nn
 
 from disttrain.dtensor import DTensor, Shard
 from disttrain.dtensor.foreign import check_ours
-from disttrain.dtensor.spec.shard_sizes import num_blocks
-from disttrain.errors import ShardingError
 from disttrain.experts.exchange.all_to_all import NAME
 from disttrain.experts.exchange.dispatch import exchange_along
 from disttrain.experts.expert_layer import ExpertLayer
-from disttrain.experts.faults import tells
-from disttrain.experts.hidden_cut import HiddenCut, cut_further
+from disttrain.experts.faults import let_tell
+from disttrain.experts.hidden_cut import cut_further
+from disttrain.experts.tensor_parallel import ExpertTensorParallel, check_hidden, layers_in, refuse
 from disttrain.mesh import DeviceMesh
-from disttrain.process_group import ProcessGroup
 from disttrain.tp import ParallelStyle
 
 
@@ -53,52 +49,20 @@ def shard_experts(
     """
     made = exchange_along(mesh, exchange)
     if capacity is not None and not capacity > 0:
-        _refuse(f"capacity is {capacity}.", "Give a positive factor of an expert's even share, or None.", mesh)
-    layers = _layers(module, mesh)
+        refuse(f"capacity is {capacity}.", "Give a positive factor of an expert's even share, or None.", mesh)
+    layers = layers_in(module, mesh)
     for layer in layers:
         _check(layer, mesh)
         if tp is not None:
-            _check_hidden(layer, tp)
+            check_hidden(layer, tp)
     for layer in layers:
         _shard(layer, mesh, src_data_rank)
         layer.exchange, layer.capacity = made, capacity
     if made is not None:
-        _let_tell(module, made.group)
+        let_tell(module, made.group)
     if tp is not None:
         ExpertTensorParallel(cuts_tokens=cuts_tokens).apply_to(module, tp, src_data_rank)
     return module
-
-
-class ExpertTensorParallel(ParallelStyle):
-    """Cuts each expert along its hidden dim over a mesh axis, whose ranks sum up what they have of each token.
-
-    In a plan of parallelize_module it may come before or after `shard_experts` along another axis of the same mesh, and
-    is what tp.plan_for proposes for layers of experts.
-    """
-
-    def __init__(self, *, cuts_tokens: bool = False) -> None:
-        """`cuts_tokens`: each rank has its part of the tokens, all of one size, as with sequence parallel. Then the
-        router that stands beside the experts, and whatever else there is whole, gets its gradients summed up."""
-        self.cuts_tokens = cuts_tokens
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return self.apply_to(module, device_mesh, self.src_data_rank)
-
-    def apply_to(self, module: nn.Module, mesh: DeviceMesh, src_data_rank: int | None) -> nn.Module:
-        """Cut the layers of experts in `module`, which may be one, in place. Collective: every rank of the axis."""
-        layers = _layers(module, mesh)
-        for layer in layers:
-            _check_hidden(layer, mesh)
-        if mesh.size() == 1:
-            return module
-        for layer in layers:
-            cuts = layer.hidden_cuts()
-            assert cuts is not None
-            for (holder, name, parameter), cut in zip(list(layer.expert_tensors()), cuts, strict=True):
-                setattr(holder, name, cut_further(parameter, mesh, cut, src_data_rank))
-            layer.hidden_cut = HiddenCut(mesh, self.cuts_tokens)
-        _let_tell(module, mesh.get_group())
-        return module
 
 
 class ExpertParallel(ParallelStyle):
@@ -119,45 +83,11 @@ class ExpertParallel(ParallelStyle):
         )
 
 
-def _layers(module: nn.Module, mesh: DeviceMesh) -> list[ExpertLayer]:
-    layers = [layer for layer in module.modules() if isinstance(layer, ExpertLayer)]
-    if not layers:
-        _refuse(
-            f"{type(module).__name__} has no experts.",
-            "Give a model with disttrain.experts.Experts, or call use_experts first.",
-            mesh,
-        )
-    return layers
-
-
-def _check_hidden(layer: ExpertLayer, mesh: DeviceMesh) -> None:
-    """Raise ShardingError where experts cannot be cut along their hidden dim over the axis of `mesh`."""
-    cuts, name = layer.hidden_cuts(), type(layer).__name__
-    if cuts is None:
-        _refuse(
-            f"the outputs of {name} are more than sums along a hidden dim, or its experts are modules of their own.",
-            "Leave its experts whole: have ranks of the axis compute other tokens, as along ep.",
-            mesh,
-        )
-    if layer.hidden_cut is not None:
-        _refuse(f"{name} is cut along its hidden dim already.", "Cut it once.", mesh)
-    for (_, of_parameter, parameter), cut in zip(layer.expert_tensors(), cuts, strict=True):
-        check_ours(NAME, of_parameter, parameter)
-        blocks = num_blocks(cut)
-        if cut.cut_dim is not None and parameter.shape[cut.cut_dim] // blocks % mesh.size():
-            _refuse(
-                f"{of_parameter} of {name} has shape {tuple(parameter.shape)}: a hidden dim of"
-                f" {parameter.shape[cut.cut_dim] // blocks}, and the axis has {mesh.size()} ranks.",
-                "Give a hidden dim that they divide.",
-                mesh,
-            )
-
-
 def _check(layer: ExpertLayer, mesh: DeviceMesh) -> None:
     for _, name, parameter in layer.expert_tensors():
         check_ours(NAME, name, parameter)
         if isinstance(parameter, DTensor) and (layer.hidden_cut is None or layer.exchange is not None):
-            _refuse(
+            refuse(
                 f"{name} of {type(layer).__name__} is a DTensor already and lies as {parameter._spec.layout}.",
                 "Call shard_experts once, and before fully_shard.",
                 mesh,
@@ -165,7 +95,7 @@ def _check(layer: ExpertLayer, mesh: DeviceMesh) -> None:
         num_experts = layer.count_experts()
         rows, rest = divmod(len(parameter), num_experts)
         if rest or (rows > 1 and num_experts % mesh.size()):
-            _refuse(
+            refuse(
                 f"{name} of {type(layer).__name__} has shape {tuple(parameter.shape)} for {num_experts} experts, and the"
                 f" axis has {mesh.size()} ranks.",
                 "Give each parameter the experts as its first dim, or as many experts to each rank.",
@@ -177,15 +107,3 @@ def _shard(layer: ExpertLayer, mesh: DeviceMesh, src_data_rank: int | None) -> N
     for holder, name, parameter in list(layer.expert_tensors()):
         setattr(holder, name, cut_further(parameter, mesh, Shard(0), src_data_rank))
     layer.keep_part(mesh, src_data_rank)
-
-
-def _let_tell(module: nn.Module, group: ProcessGroup) -> None:
-    """Of `module`, and of each module that has a layer of experts: routers raise there."""
-    tells(module, group)
-    for parent in list(module.modules()):
-        if any(isinstance(child, ExpertLayer) for child in parent.children()):
-            tells(parent, group)
-
-
-def _refuse(problem: str, remedy: str, mesh: DeviceMesh) -> NoReturn:
-    raise ShardingError("shard_experts", problem, remedy, rank=mesh.get_rank(), where=str(mesh.layout))

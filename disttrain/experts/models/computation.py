@@ -64,9 +64,7 @@ class Computation:
         bias = biases[0] if biases else None
         if self.gated is not None:
             both: Any = into if len(into) == 2 else into[0]
-            out = expert_mlp(
-                rows, ends, both, stacks.down, self.gated, gate_up_bias=bias, down_bias=stacks.down_bias
-            )
+            out = expert_mlp(rows, ends, both, stacks.down, self.gated, gate_up_bias=bias, down_bias=stacks.down_bias)
         else:
             first = grouped_linear(rows, into[0], ends, bias, is_transposed=self.is_transposed)
             hidden = self._activated(module, first)

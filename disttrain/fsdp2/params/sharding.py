@@ -67,6 +67,7 @@ class Sharding:
     def shard_mesh(self) -> DeviceMesh:
         """These ranks."""
         return self.mesh if self.mesh.ndim == 1 else DeviceMesh(self.mesh.device_type, self.shard_group.members)
+
     @cached_property
     def replicate_group(self) -> ProcessGroup | None:
         """The ranks that hold the same shard; None where only this one does."""
