@@ -21,7 +21,7 @@ def mixture(
     up: torch.Tensor,
     down: torch.Tensor,
 ) -> torch.Tensor:
-    """(tokens, D) from (tokens, D), indices and weights (tokens, k), gate and up (experts, H, D), down (experts, D, H)."""
+    """(tokens, D) of indices and weights (tokens, k), gate and up (experts, H, D), down (experts, D, H)."""
     num_experts, k, dim = len(gate), indices.shape[1], x.shape[1]
     counts = torch.histc(indices.view(-1).float(), bins=num_experts, min=0, max=num_experts).to(torch.int32)
     order = torch.argsort(indices.view(-1), stable=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from disttrain.kernels.grouped.choice import products_of, rows_of
+from disttrain.kernels.grouped.choice import kernels_of
 from disttrain.kernels.grouped.float8 import outer, product
 from disttrain.kernels.grouped.form import GatedForm
 
@@ -43,13 +43,13 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Grads:
-    """Gradients of an input, of weights (tokens, k) and of experts' weights."""
+    """Gradients of an input, of weights (tokens, k) and of experts' weights; None for what nobody has or wants."""
 
-    x: torch.Tensor
+    x: torch.Tensor | None
     weights: torch.Tensor | None
-    gate: torch.Tensor
+    gate: torch.Tensor | None
     up: torch.Tensor | None
-    down: torch.Tensor
+    down: torch.Tensor | None
     gate_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
 
@@ -62,20 +62,19 @@ def forward(
     Args: x       (rows, D), sorted by expert, or (tokens, D) where there are `tokens`.
           recipe  of float8, empty for none.
     """
-    rows = x if tokens is None else rows_of(x).take(x, tokens.order, ends, tokens.k, None)
-    kernels = products_of(rows)
+    kernels, weighted = kernels_of(x), _weighted(tokens)
+    rows = x if tokens is None else kernels.take(x, tokens.order, ends, tokens.k, None)
     gate = product(rows, experts.gate, ends, form.is_transposed, recipe)
     up = None if experts.up is None else product(rows, experts.up, ends, form.is_transposed, recipe)
     if experts.gate_bias is not None:
-        kernels.add_bias(gate, experts.gate_bias, ends, None)
-    scales = None if tokens is None else _scales(tokens)
-    hidden = kernels.gated(*_halves(gate, up, form), ends, form, scales)
+        kernels.add_bias(gate, experts.gate_bias, ends, None, None)
+    hidden = kernels.gated(*_halves(gate, up, form), ends, form, *weighted)
     result = product(hidden, experts.down, ends, form.is_transposed, recipe)
     if experts.down_bias is not None:
-        kernels.add_bias(result, experts.down_bias, ends, scales)
+        kernels.add_bias(result, experts.down_bias, ends, *weighted)
     if tokens is None:
-        return rows_of(x).clear_past(result, ends), gate, up
-    return rows_of(x).combine(result, tokens.slots, ends, tokens.k, None), gate, up
+        return kernels.clear_past(result, ends), gate, up
+    return kernels.combine(result, tokens.slots, ends, tokens.k, None), gate, up
 
 
 def backward(
@@ -88,49 +87,60 @@ def backward(
     up: torch.Tensor | None,
     form: GatedForm,
     recipe: str,
+    wants_x: bool = True,
+    wants_experts: bool = True,
 ) -> Grads:
-    """Computes gradients of all that `forward` took, which returned `gate` and `up`."""
-    row_kernels, kernels = rows_of(x), products_of(x)
-    scales = None if tokens is None else _scales(tokens)
+    """Computes gradients of what `forward` took, which returned `gate` and `up`."""
+    kernels, weighted = kernels_of(x), _weighted(tokens)
     if tokens is not None:
-        grad = row_kernels.take(grad, tokens.order, ends, tokens.k, None)
-    of_down_bias = of_scales = None
+        grad = kernels.take(grad, tokens.order, ends, tokens.k, None)
+    of_down_bias = of_weights = None
     if experts.down_bias is not None:
-        of_down_bias, of_scales = kernels.bias_grad(grad, experts.down_bias, ends, scales)
+        of_down_bias, of_weights = kernels.bias_grad(grad, experts.down_bias, ends, *weighted)
     of_hidden = product(grad, experts.down, ends, not form.is_transposed, recipe)
     of_gate, of_up = torch.empty_like(gate), None if up is None else torch.empty_like(up)
-    hidden, of_weights = kernels.gated_backward(
-        of_hidden, *_halves(gate, up, form), ends, form, scales, *_halves(of_gate, of_up, form)
+    hidden, of_scales = kernels.gated_backward(
+        of_hidden, *_halves(gate, up, form), ends, form, *weighted, *_halves(of_gate, of_up, form)
     )
-    del of_hidden
-    of_down = _outer(grad, hidden, ends, form)
-    del hidden, grad
-    rows = x if tokens is None else row_kernels.take(x, tokens.order, ends, tokens.k, None)
-    of_gate_weight = _outer(of_gate, rows, ends, form)
-    of_up_weight = None if of_up is None else _outer(of_up, rows, ends, form)
-    del rows
-    of_gate_bias = None if experts.gate_bias is None else kernels.bias_grad(of_gate, experts.gate_bias, ends, None)[0]
+    if of_scales is not None and of_weights is not None:
+        of_scales += of_weights
+    of_first: list[torch.Tensor | None] = [None, None]
+    of_down = of_gate_bias = None
+    if wants_experts:
+        of_down = _outer(grad, hidden, ends, form)
+        del of_hidden, hidden, grad
+        rows = x if tokens is None else kernels.take(x, tokens.order, ends, tokens.k, None)
+        of_first = [None if half is None else _outer(half, rows, ends, form) for half in (of_gate, of_up)]
+        del rows
+        if experts.gate_bias is not None:
+            of_gate_bias = kernels.bias_grad(of_gate, experts.gate_bias, ends, None, None)[0]
+    of_x = _through_first(of_gate, of_up, ends, tokens, experts, form, recipe) if wants_x else None
+    if tokens is not None and of_scales is not None:
+        of_scales = of_scales.view(tokens.weights.shape).to(tokens.weights.dtype)
+    return Grads(of_x, of_scales, of_first[0], of_first[1], of_down, of_gate_bias, of_down_bias)
+
+
+def _through_first(
+    of_gate: torch.Tensor,
+    of_up: torch.Tensor | None,
+    ends: torch.Tensor,
+    tokens: Tokens | None,
+    experts: ExpertWeights,
+    form: GatedForm,
+    recipe: str,
+) -> torch.Tensor:
+    """The gradient of the input, from those of its products with gate and up."""
+    kernels = kernels_of(of_gate)
     of_rows = product(of_gate, experts.gate, ends, not form.is_transposed, recipe)
     if experts.up is not None and of_up is not None:
         of_rows += product(of_up, experts.up, ends, not form.is_transposed, recipe)
     if tokens is None:
-        of_x, of_weights = row_kernels.clear_past(of_rows, ends), None
-    else:
-        of_x = row_kernels.combine(of_rows, tokens.slots, ends, tokens.k, None)
-        total = of_weights if of_scales is None else of_weights + of_scales
-        of_weights = _by_assignment(total, tokens)
-    return Grads(of_x, of_weights, of_gate_weight, of_up_weight, of_down, of_gate_bias, of_down_bias)
+        return kernels.clear_past(of_rows, ends)  # type: ignore[no-any-return]
+    return kernels.combine(of_rows, tokens.slots, ends, tokens.k, None)  # type: ignore[no-any-return]
 
 
-def _scales(tokens: Tokens) -> torch.Tensor:
-    """(rows,): each row's weight."""
-    return tokens.weights.reshape(-1)[tokens.order]
-
-
-def _by_assignment(of_scales: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-    """(tokens, k) from a row's gradient each."""
-    of_rows = torch.where(tokens.slots < tokens.ends[-1], of_scales[tokens.slots], 0)
-    return of_rows.view(tokens.weights.shape).to(tokens.weights.dtype)
+def _weighted(tokens: Tokens | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return (None, None) if tokens is None else (tokens.order, tokens.weights)
 
 
 def _halves(gate: torch.Tensor, up: torch.Tensor | None, form: GatedForm) -> tuple[torch.Tensor, torch.Tensor]:

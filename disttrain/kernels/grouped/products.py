@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
 
 from disttrain.autocast import is_within_autocast
 from disttrain.errors import ShapeError
+from disttrain.kernels._torch import are_plain
 from disttrain.kernels.grouped import mlp
-from disttrain.kernels.grouped.choice import outer, product, products_of, rows_of
+from disttrain.kernels.grouped.choice import kernels_of, outer, product
 from disttrain.kernels.grouped.float8 import RECIPES
 from disttrain.kernels.grouped.form import GatedForm
 from disttrain.kernels.grouped.rows import ExpertOrder
@@ -67,7 +68,7 @@ def expert_mlp(
     """
     weights = _weights("expert_mlp", x, ends, gate_up, down, form, gate_up_bias, down_bias, float8)
     x, *weights = _as_autocast_says(x, *weights)
-    return torch.ops.disttrain.expert_mlp(x, ends, None, None, None, *weights, *_plain(form), float8)[0]  # type: ignore[no-any-return]
+    return _compute(x, ends, None, None, None, *weights, *_plain(form), float8)
 
 
 def mix_experts(
@@ -98,8 +99,7 @@ def mix_experts(
         raise ShapeError("mix_experts", problem, "Give (tokens, D) and (tokens, k) of the sorted tokens.")
     tensors = _weights("mix_experts", x, order.ends, gate_up, down, form, gate_up_bias, down_bias, float8)
     x, *tensors = _as_autocast_says(x, *tensors)
-    sorting = (order.ends, order.order, order.slots, weights)
-    return torch.ops.disttrain.expert_mlp(x, *sorting, *tensors, *_plain(form), float8)[0]  # type: ignore[no-any-return]
+    return _compute(x, order.ends, order.order, order.slots, weights, *tensors, *_plain(form), float8)
 
 
 def _weights(
@@ -155,13 +155,36 @@ def _plain(form: GatedForm) -> tuple[str, bool, bool, float, float]:
     return form.activation, form.is_interleaved, form.is_transposed, form.limit, form.alpha
 
 
+def _compute(*arguments: Any) -> torch.Tensor:
+    """The result of `MLP`; called in Python where nobody watches operators, which takes the host half as long."""
+    if are_plain(arguments[:10]):
+        return _Mlp.apply(*arguments)  # type: ignore[no-any-return, no-untyped-call]
+    return torch.ops.disttrain.expert_mlp(*arguments)[0]  # type: ignore[no-any-return]
+
+
+class _Mlp(torch.autograd.Function):
+    """`MLP` and its backward without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
+        result, gate, up = _mlp(*arguments)
+        ctx.form = arguments[10:]
+        ctx.save_for_backward(*arguments[:10], gate, up)
+        return result
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return _grads(ctx, grad, _mlp_backward)
+
+
 def _linear(
     x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, bias: torch.Tensor | None, is_transposed: bool
 ) -> torch.Tensor:
     result = product(x.contiguous(), weight.contiguous(), ends, is_transposed)
     if bias is not None:
-        products_of(result).add_bias(result, bias.contiguous(), ends, None)
-    return rows_of(result).clear_past(result, ends)  # type: ignore[no-any-return]
+        kernels_of(result).add_bias(result, bias.contiguous(), ends, None, None)
+    return kernels_of(result).clear_past(result, ends)  # type: ignore[no-any-return]
 
 
 def _linear_backward(
@@ -173,9 +196,9 @@ def _linear_backward(
     is_transposed: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     plain, rows = grad.contiguous(), x.contiguous()
-    of_x = rows_of(x).clear_past(product(plain, weight.contiguous(), ends, not is_transposed), ends)
+    of_x = kernels_of(x).clear_past(product(plain, weight.contiguous(), ends, not is_transposed), ends)
     of_weight = outer(rows, plain, ends) if is_transposed else outer(plain, rows, ends)
-    of_bias = x.new_empty(0) if bias is None else products_of(x).bias_grad(plain, bias.contiguous(), ends, None)[0]
+    of_bias = x.new_empty(0) if bias is None else kernels_of(x).bias_grad(plain, bias.contiguous(), ends, None, None)[0]
     return of_x, of_weight, of_bias
 
 
@@ -247,6 +270,8 @@ def _mlp_backward(
     limit: float,
     alpha: float,
     recipe: str,
+    wants_x: bool,
+    wants_experts: bool,
 ) -> list[torch.Tensor]:
     form = GatedForm(activation, is_interleaved, is_transposed, limit, alpha)
     grads = mlp.backward(
@@ -259,6 +284,8 @@ def _mlp_backward(
         None if up is None else kept_up,
         form,
         recipe,
+        wants_x,
+        wants_experts,
     )
     results = (grads.x, grads.weights, grads.gate, grads.up, grads.down, grads.gate_bias, grads.down_bias)
     return [x.new_empty(0) if result is None else result for result in results]
@@ -267,14 +294,16 @@ def _mlp_backward(
 def _mlp_backward_shapes(
     grad: Any, x: Any, ends: Any, order: Any, slots: Any, weights: Any, *rest: Any
 ) -> list[torch.Tensor]:
-    tensors = (x, weights, *rest[:5])
+    *_, wants_x, wants_experts = rest
+    experts = [*rest[:4], rest[4]] if wants_experts else [None] * 4 + [rest[4]]
+    tensors = (x if wants_x else None, weights, *experts)
     return [x.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape) for tensor in tensors]
 
 
 def _tokens(order: Optional, slots: Optional, ends: torch.Tensor, weights: Optional) -> mlp.Tokens | None:
     if order is None or slots is None or weights is None:
         return None
-    return mlp.Tokens(order, slots, ends, weights)
+    return mlp.Tokens(order, slots, ends, weights.contiguous())
 
 
 def _experts(
@@ -291,12 +320,15 @@ def _keep_mlp(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward_of_mlp(ctx: Any, grad: torch.Tensor | None, *_: Any) -> Any:
-    if grad is None:
-        return (None,) * 16
-    x, weights, *of_experts = torch.ops.disttrain.expert_mlp_backward(grad, *ctx.saved_tensors, *ctx.form)
-    inputs = ctx.saved_tensors
-    parameters = [None if tensor is None else result for tensor, result in zip(inputs[5:10], of_experts, strict=True)]
-    return x, None, None, None, None if inputs[4] is None else weights, *parameters, *(None,) * 6
+    return (None,) * 16 if grad is None else _grads(ctx, grad, torch.ops.disttrain.expert_mlp_backward)
+
+
+def _grads(ctx: Any, grad: torch.Tensor, run: Callable[..., list[torch.Tensor]]) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of `MLP`'s 16 arguments, by its backward `run`."""
+    wanted = ctx.needs_input_grad
+    x, weights, *of_experts = run(grad, *ctx.saved_tensors, *ctx.form, wanted[0], any(wanted[5:10]))
+    parameters = (result if wants else None for result, wants in zip(of_experts, wanted[5:10], strict=True))
+    return x if wanted[0] else None, None, None, None, weights if wanted[4] else None, *parameters, *(None,) * 6
 
 
 _EXPERTS = "Tensor gate, Tensor? up, Tensor down, Tensor? gate_bias, Tensor? down_bias"
@@ -317,11 +349,15 @@ LINEAR_BACKWARD: Final = define(
         x.new_empty(0) if bias is None else bias.new_empty(bias.shape),
     ),
 )
-MLP: Final = define(f"expert_mlp({_SORTING}, {_EXPERTS}, {_FORM}) -> (Tensor, Tensor, Tensor)", _mlp, _mlp_shapes)
+MLP: Final = define(
+    f"expert_mlp({_SORTING}, {_EXPERTS}, {_FORM}) -> (Tensor, Tensor, Tensor)", _mlp, _mlp_shapes, is_traceable=True
+)
 MLP_BACKWARD: Final = define(
-    f"expert_mlp_backward(Tensor grad, {_SORTING}, {_EXPERTS}, Tensor kept_gate, Tensor kept_up, {_FORM}) -> Tensor[]",
+    f"expert_mlp_backward(Tensor grad, {_SORTING}, {_EXPERTS}, Tensor kept_gate, Tensor kept_up, {_FORM}, "
+    "bool wants_x, bool wants_experts) -> Tensor[]",
     _mlp_backward,
     _mlp_backward_shapes,
+    is_traceable=True,
 )
 differentiate(LINEAR, _keep_linear, _backward_of_linear)
 differentiate(MLP, _keep_mlp, _backward_of_mlp)

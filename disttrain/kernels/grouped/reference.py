@@ -80,36 +80,43 @@ def clear_past(rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-def add_bias(rows: torch.Tensor, bias: torch.Tensor, ends: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    """Adds to each row its expert's bias, times the row's scale (rows,), in place."""
+def add_bias(
+    rows: torch.Tensor, bias: torch.Tensor, ends: torch.Tensor, order: torch.Tensor | None, weights: torch.Tensor | None
+) -> torch.Tensor:
+    """Adds to each row its expert's bias, times its assignment's weight, in place."""
     experts, is_kept = _experts_of(rows, ends)
     wide = wide_dtype(rows.dtype)
     added = torch.where(is_kept[:, None], bias[experts].to(wide), 0)
-    return rows.copy_(rows + (added if scales is None else added * scales.to(wide)[:, None]))
+    return rows.copy_(rows + added * _scales(order, weights, wide))
 
 
 def bias_grad(
-    grad: torch.Tensor, bias: torch.Tensor, ends: torch.Tensor, scales: torch.Tensor | None
+    grad: torch.Tensor, bias: torch.Tensor, ends: torch.Tensor, order: torch.Tensor | None, weights: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The gradients of `add_bias`'s bias (experts, D) and scales (rows,)."""
+    """The gradients of `add_bias`'s bias (experts, D) and weights (assignments,), these in fp32 at least."""
     experts, is_kept = _experts_of(grad, ends)
     wide = wide_dtype(grad.dtype)
     kept = torch.where(is_kept[:, None], grad.to(wide), 0)
-    scaled = kept if scales is None else kept * scales.to(wide)[:, None]
-    of_bias = torch.zeros(bias.shape, dtype=wide, device=bias.device).index_add_(0, experts, scaled)
-    of_scales = None if scales is None else (kept * bias[experts].to(wide)).sum(1)
-    return of_bias.to(bias.dtype), of_scales
+    of_bias = torch.zeros(bias.shape, dtype=wide, device=bias.device)
+    of_bias.index_add_(0, experts, kept * _scales(order, weights, wide))
+    return of_bias.to(bias.dtype), _by_assignment((kept * bias[experts].to(wide)).sum(1), order)
 
 
 def gated(
-    gate: torch.Tensor, up: torch.Tensor, ends: torch.Tensor, form: GatedForm, scales: torch.Tensor | None
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    ends: torch.Tensor,
+    form: GatedForm,
+    order: torch.Tensor | None,
+    weights: torch.Tensor | None,
 ) -> torch.Tensor:
-    """activation(gate) * up, (rows, H), times the row's scale; computed in fp32 at least and rounded once."""
+    """activation(gate) * up, (rows, H), times the row's weight; computed in fp32 at least and rounded once.
+
+    Args: order, weights  (assignments,) and (tokens, k): a row's weight is its assignment's; None for one.
+    """
     wide = wide_dtype(gate.dtype)
     activated, factor = _halves(gate.to(wide), up.to(wide), form)
-    result = activated * factor
-    if scales is not None:
-        result = result * scales.to(wide)[:, None]
+    result = activated * factor * _scales(order, weights, wide)
     return torch.where(_is_kept(gate, ends)[:, None], result, 0).to(gate.dtype)
 
 
@@ -119,11 +126,12 @@ def gated_backward(
     up: torch.Tensor,
     ends: torch.Tensor,
     form: GatedForm,
-    scales: torch.Tensor | None,
+    order: torch.Tensor | None,
+    weights: torch.Tensor | None,
     grad_gate: torch.Tensor,
     grad_up: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Writes the gradients of gate and up; returns what `gated` returned, and the gradient of scales (rows,).
+    """Writes the gradients of gate and up; returns what `gated` returned, and the gradient of weights (assignments,).
 
     `grad` may be overwritten.
     """
@@ -131,14 +139,25 @@ def gated_backward(
     is_kept = _is_kept(gate, ends)[:, None]
     a, b = gate.to(wide), up.to(wide)
     activated, factor = _halves(a, b, form)
-    scale = 1.0 if scales is None else scales.to(wide)[:, None]
+    scales = _scales(order, weights, wide)
     wished = torch.where(is_kept, grad.to(wide), 0)
-    scaled = wished * scale
+    scaled = wished * scales
     grad_gate.copy_(torch.where(is_kept, _through_gate(scaled * factor, a, form), 0))
     is_inside = (b.abs() <= form.limit) if form.activation == "clamped" else True
     grad_up.copy_(torch.where(is_kept & is_inside, scaled * activated, 0))
     value = torch.where(is_kept, activated * factor, 0)
-    return (value * scale).to(gate.dtype), None if scales is None else (wished * value).sum(1)
+    return (value * scales).to(gate.dtype), _by_assignment((wished * value).sum(1), order)
+
+
+def _scales(order: torch.Tensor | None, weights: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | float:
+    """(rows, 1): each row's weight, one where there are none."""
+    if order is None or weights is None:
+        return 1.0
+    return weights.reshape(-1)[order].to(dtype)[:, None]
+
+
+def _by_assignment(of_rows: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor | None:
+    return None if order is None else torch.empty_like(of_rows).scatter_(0, order, of_rows)
 
 
 def _halves(gate: torch.Tensor, up: torch.Tensor, form: GatedForm) -> tuple[torch.Tensor, torch.Tensor]:

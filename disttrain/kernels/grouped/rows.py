@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from disttrain.errors import ShapeError
-from disttrain.kernels.grouped.choice import rows_of, sorter_of
+from disttrain.kernels.grouped.choice import kernels_of, sorter_of
 from disttrain.kernels.operators import define, differentiate, refuse_second_derivative
 
 
@@ -78,18 +78,18 @@ def _sort_shapes(experts: torch.Tensor, num_experts: int) -> Any:
 
 
 def _take(x: torch.Tensor, order: torch.Tensor, slots: torch.Tensor, ends: torch.Tensor, k: int) -> torch.Tensor:
-    return rows_of(x).take(x.contiguous(), order, ends, k, None)  # type: ignore[no-any-return]
+    return kernels_of(x).take(x.contiguous(), order, ends, k, None)  # type: ignore[no-any-return]
 
 
 def _sum(grad: torch.Tensor, slots: torch.Tensor, ends: torch.Tensor, k: int) -> torch.Tensor:
-    return rows_of(grad).combine(grad.contiguous(), slots, ends, k, None)  # type: ignore[no-any-return]
+    return kernels_of(grad).combine(grad.contiguous(), slots, ends, k, None)  # type: ignore[no-any-return]
 
 
 def _combine(
     rows: torch.Tensor, order: torch.Tensor, slots: torch.Tensor, ends: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     plain = weights.contiguous()
-    return rows_of(rows).combine(rows.contiguous(), slots, ends, weights.shape[1], plain)  # type: ignore[no-any-return]
+    return kernels_of(rows).combine(rows.contiguous(), slots, ends, weights.shape[1], plain)  # type: ignore[no-any-return]
 
 
 def _combine_backward(
@@ -100,7 +100,7 @@ def _combine_backward(
     ends: torch.Tensor,
     weights: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    kernels, k, plain = rows_of(rows), weights.shape[1], grad.contiguous()
+    kernels, k, plain = kernels_of(rows), weights.shape[1], grad.contiguous()
     grad_rows = kernels.take(plain, order, ends, k, weights.contiguous())
     grad_weights = kernels.products_with(plain, rows.contiguous(), slots, ends, k)
     return grad_rows, grad_weights.view(weights.shape).to(weights.dtype)

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from disttrain.kernels._torch import traced
 from disttrain.kernels.grouped.form import GatedForm
 
 
@@ -35,13 +36,13 @@ def _activate(gate, up, ACTIVATION: tl.constexpr, limit, alpha):
 
 @triton.jit
 def _gated(
-    gate, up, ends, scales, result, row_stride, column_stride, row_size, limit, alpha, NUM_EXPERTS: tl.constexpr,
-    ACTIVATION: tl.constexpr, IS_SCALED: tl.constexpr, BLOCK: tl.constexpr,
+    gate, up, ends, order, weights, result, row_stride, column_stride, row_size, limit, alpha,
+    NUM_EXPERTS: tl.constexpr, ACTIVATION: tl.constexpr, IS_SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     # What lies past the last end is read by nobody.
     if row < tl.load(ends + NUM_EXPERTS - 1):
-        scale = tl.load(scales + row).to(tl.float32) if IS_SCALED else 1.0
+        scale = tl.load(weights + tl.load(order + row)).to(tl.float32) if IS_SCALED else 1.0
         for begin in range(0, row_size, BLOCK):
             columns = begin + tl.arange(0, BLOCK)
             is_there = columns < row_size
@@ -55,13 +56,13 @@ def _gated(
 
 @triton.jit
 def _gated_backward(
-    grad, gate, up, ends, scales, grad_gate, grad_up, value, grad_scales, row_stride, column_stride, row_size, limit,
-    alpha, NUM_EXPERTS: tl.constexpr, ACTIVATION: tl.constexpr, IS_SCALED: tl.constexpr, BLOCK: tl.constexpr,
+    grad, gate, up, ends, order, weights, grad_gate, grad_up, value, grad_weights, row_stride, column_stride, row_size,
+    limit, alpha, NUM_EXPERTS: tl.constexpr, ACTIVATION: tl.constexpr, IS_SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros((BLOCK,), tl.float32)
     if row < tl.load(ends + NUM_EXPERTS - 1):
-        scale = tl.load(scales + row).to(tl.float32) if IS_SCALED else 1.0
+        scale = tl.load(weights + tl.load(order + row)).to(tl.float32) if IS_SCALED else 1.0
         for begin in range(0, row_size, BLOCK):
             columns = begin + tl.arange(0, BLOCK)
             is_there = columns < row_size
@@ -78,7 +79,7 @@ def _gated_backward(
             tl.store(grad_up + source, (scaled * activated * slope_up).to(kind), mask=is_there)
             tl.store(value + row * row_size + columns, (product * scale).to(kind), mask=is_there)
     if IS_SCALED:
-        tl.store(grad_scales + row, tl.sum(total, 0))
+        tl.store(grad_weights + tl.load(order + row), tl.sum(total, 0))
 
 
 @triton.jit
@@ -90,13 +91,13 @@ def _expert_of(row, ends, NUM_EXPERTS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _add_bias(
-    rows, bias, ends, scales, row_size, NUM_EXPERTS: tl.constexpr, WIDTH: tl.constexpr, IS_SCALED: tl.constexpr,
+    rows, bias, ends, order, weights, row_size, NUM_EXPERTS: tl.constexpr, WIDTH: tl.constexpr, IS_SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     expert = _expert_of(row, ends, NUM_EXPERTS, WIDTH)
     if expert < NUM_EXPERTS:
-        scale = tl.load(scales + row).to(tl.float32) if IS_SCALED else 1.0
+        scale = tl.load(weights + tl.load(order + row)).to(tl.float32) if IS_SCALED else 1.0
         for begin in range(0, row_size, BLOCK):
             columns = begin + tl.arange(0, BLOCK)
             is_there = columns < row_size
@@ -108,7 +109,7 @@ def _add_bias(
 
 @triton.jit
 def _bias_grad(
-    grad, ends, scales, result, row_size, IS_SCALED: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr
+    grad, ends, order, weights, result, row_size, IS_SCALED: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """The sum of an expert's rows, in their order."""
     expert = tl.program_id(0)
@@ -121,7 +122,8 @@ def _bias_grad(
         is_there = (rows < end)[:, None] & (columns < row_size)[None, :]
         value = tl.load(grad + rows[:, None] * row_size + columns[None, :], mask=is_there, other=0.0).to(tl.float32)
         if IS_SCALED:
-            value *= tl.load(scales + rows, mask=rows < end, other=0.0).to(tl.float32)[:, None]
+            assignments = tl.load(order + rows, mask=rows < end, other=0)
+            value *= tl.load(weights + assignments).to(tl.float32)[:, None]
         total += tl.sum(value, 0)
     tl.store(
         result + expert.to(tl.int64) * row_size + columns, total.to(result.dtype.element_ty), mask=columns < row_size
@@ -129,8 +131,8 @@ def _bias_grad(
 
 
 @triton.jit
-def _bias_scales_grad(
-    grad, bias, ends, result, row_size, NUM_EXPERTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+def _bias_weights_grad(
+    grad, bias, ends, order, result, row_size, NUM_EXPERTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     expert = _expert_of(row, ends, NUM_EXPERTS, WIDTH)
@@ -141,7 +143,7 @@ def _bias_scales_grad(
             is_there = columns < row_size
             value = tl.load(grad + row * row_size + columns, mask=is_there, other=0.0).to(tl.float32)
             total += value * tl.load(bias + expert.to(tl.int64) * row_size + columns, mask=is_there, other=0.0)
-    tl.store(result + row, tl.sum(total, 0))
+    tl.store(result + tl.load(order + row), tl.sum(total, 0))
 
 
 @triton.jit
@@ -214,14 +216,20 @@ def _outer(
 
 
 def gated(
-    gate: torch.Tensor, up: torch.Tensor, ends: torch.Tensor, form: GatedForm, scales: torch.Tensor | None
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    ends: torch.Tensor,
+    form: GatedForm,
+    order: torch.Tensor | None,
+    weights: torch.Tensor | None,
 ) -> torch.Tensor:
     """The products as in `reference.py`; nothing is written past the last end."""
-    result = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    num_rows, size = gate.shape
+    result = gate.new_empty(num_rows, size)
     with torch.cuda.device_of(gate):
-        _gated[(len(gate),)](
-            gate, up, ends, scales, result, gate.stride(0), gate.stride(1), gate.shape[1], form.limit, form.alpha,
-            len(ends), form.activation, scales is not None, _block(gate.shape[1]),
+        traced(_gated)[(num_rows,)](
+            gate, up, ends, order, weights, result, *gate.stride(), size, form.limit, form.alpha, ends.shape[0],
+            form.activation, order is not None, _block(size),
         )  # fmt: skip
     return result
 
@@ -232,58 +240,68 @@ def gated_backward(
     up: torch.Tensor,
     ends: torch.Tensor,
     form: GatedForm,
-    scales: torch.Tensor | None,
+    order: torch.Tensor | None,
+    weights: torch.Tensor | None,
     grad_gate: torch.Tensor,
     grad_up: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gradients as in `reference.py`, laid out as gate and up; nothing is written past the last end. What it returns
     takes `grad`'s memory, which is read before."""
-    value = grad
-    grad_scales = None if scales is None else torch.empty(len(gate), dtype=torch.float32, device=gate.device)
+    num_rows, size = gate.shape
+    grad_weights = _for_assignments(order)
     with torch.cuda.device_of(gate):
-        _gated_backward[(len(gate),)](
-            grad, gate, up, ends, scales, grad_gate, grad_up, value, grad_scales, gate.stride(0), gate.stride(1),
-            gate.shape[1], form.limit, form.alpha, len(ends), form.activation, scales is not None,
-            _block(gate.shape[1]),
+        traced(_gated_backward)[(num_rows,)](
+            grad, gate, up, ends, order, weights, grad_gate, grad_up, grad, grad_weights, *gate.stride(), size,
+            form.limit, form.alpha, ends.shape[0], form.activation, order is not None, _block(size),
         )  # fmt: skip
-    return value, grad_scales
+    return grad, grad_weights
 
 
-def add_bias(rows: torch.Tensor, bias: torch.Tensor, ends: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+def add_bias(
+    rows: torch.Tensor, bias: torch.Tensor, ends: torch.Tensor, order: torch.Tensor | None, weights: torch.Tensor | None
+) -> torch.Tensor:
     """Sums as in `reference.py`."""
-    size, count = rows.shape[1], len(ends)
+    (num_rows, size), count = rows.shape, ends.shape[0]
+    width = triton.next_power_of_2(count)
     with torch.cuda.device_of(rows):
-        _add_bias[(len(rows),)](
-            rows, bias, ends, scales, size, count, triton.next_power_of_2(count), scales is not None, _block(size)
+        traced(_add_bias)[(num_rows,)](
+            rows, bias, ends, order, weights, size, count, width, order is not None, _block(size)
         )
     return rows
 
 
 def bias_grad(
-    grad: torch.Tensor, bias: torch.Tensor, ends: torch.Tensor, scales: torch.Tensor | None
+    grad: torch.Tensor, bias: torch.Tensor, ends: torch.Tensor, order: torch.Tensor | None, weights: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gradients as in `reference.py`."""
-    size, count = grad.shape[1], len(ends)
-    of_bias = torch.empty_like(bias)
-    of_scales = None if scales is None else torch.empty(len(grad), dtype=torch.float32, device=grad.device)
+    (num_rows, size), count = grad.shape, ends.shape[0]
+    of_bias, of_weights = torch.empty_like(bias), _for_assignments(order)
     with torch.cuda.device_of(grad):
-        _bias_grad[(count, triton.cdiv(size, 64))](grad, ends, scales, of_bias, size, scales is not None, 64, 64)
-        if of_scales is not None:
+        traced(_bias_grad)[(count, triton.cdiv(size, 64))](
+            grad, ends, order, weights, of_bias, size, order is not None, 64, 64
+        )
+        if of_weights is not None:
             width = triton.next_power_of_2(count)
-            _bias_scales_grad[(len(grad),)](grad, bias, ends, of_scales, size, count, width, _block(size))
-    return of_bias, of_scales
+            traced(_bias_weights_grad)[(num_rows,)](
+                grad, bias, ends, order, of_weights, size, count, width, _block(size)
+            )
+    return of_bias, of_weights
+
+
+def _for_assignments(order: torch.Tensor | None) -> torch.Tensor | None:
+    return None if order is None else order.new_empty(order.shape, dtype=torch.float32)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, is_transposed: bool) -> torch.Tensor:
     """The products as in `reference.py`; nothing is written past the last end."""
     in_size, out_size = weight.shape[1:] if is_transposed else weight.shape[:0:-1]
-    result = x.new_empty(len(x), out_size)
+    result = x.new_empty(x.shape[0], out_size)
     rows, columns, depth = (128, 128, 64) if x.itemsize == 2 else (64, 64, 32)
-    count, num_columns = len(ends), triton.cdiv(out_size, columns)
-    num_tiles = triton.cdiv(len(x), rows) + count
+    count, num_columns = ends.shape[0], triton.cdiv(out_size, columns)
+    num_tiles = triton.cdiv(x.shape[0], rows) + count
     strides = weight.stride() if not is_transposed else (weight.stride(0), weight.stride(2), weight.stride(1))
     with torch.cuda.device_of(x):
-        _product[(num_tiles * num_columns,)](
+        traced(_product)[(num_tiles * num_columns,)](
             x, weight, result, ends, in_size, out_size, *strides, num_columns, count,
             triton.next_power_of_2(count), _precision(), rows, columns, depth, num_warps=8 if x.itemsize == 2 else 4,
             num_stages=3,
@@ -293,11 +311,11 @@ def product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, is_transp
 
 def outer(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """The products as in `reference.py`."""
-    result = left.new_empty(len(ends), left.shape[1], right.shape[1])
+    result = left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
     tile, depth = (128, 32) if left.itemsize == 2 else (64, 32)
     lefts, rights = triton.cdiv(left.shape[1], tile), triton.cdiv(right.shape[1], tile)
     with torch.cuda.device_of(left):
-        _outer[(len(ends) * lefts * rights,)](
+        traced(_outer)[(ends.shape[0] * lefts * rights,)](
             left, right, result, ends, left.shape[1], right.shape[1], lefts, rights, _precision(), tile, tile, depth,
             num_warps=4, num_stages=4,
         )  # fmt: skip
@@ -309,4 +327,4 @@ def _precision() -> str:
 
 
 def _block(size: int) -> int:
-    return min(1024, triton.next_power_of_2(size))
+    return min(1024, int(triton.next_power_of_2(size)))

@@ -6,8 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-_BLOCK: tl.constexpr = 1024
-"""Columns that a program reads at once."""
+from disttrain.kernels._torch import traced
 
 
 @triton.jit
@@ -107,33 +106,36 @@ def _clear_past(rows, ends, num_rows, row_size, NUM_EXPERTS: tl.constexpr, LINES
     last = tl.load(ends + NUM_EXPERTS - 1)
     if first + LINES > last:
         for row in range(tl.maximum(first, last), tl.minimum(first + LINES, num_rows)):
+            line = rows + tl.cast(row, tl.int64) * row_size
             for begin in range(0, row_size, BLOCK):
                 columns = begin + tl.arange(0, BLOCK)
                 zeros = tl.zeros((BLOCK,), rows.dtype.element_ty)
-                tl.store(rows + row.to(tl.int64) * row_size + columns, zeros, mask=columns < row_size)
+                tl.store(line + columns, zeros, mask=columns < row_size)
 
 
 def sort(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Order, slots and ends as in `reference.py`."""
     width = triton.next_power_of_2(num_experts + 1)
     block = max(16, min(256, (1 << 15) // width))
-    num_blocks = triton.cdiv(len(experts), block)
+    num_blocks = triton.cdiv(experts.shape[0], block)
     counts = torch.empty(num_experts + 1, num_blocks, dtype=torch.int32, device=experts.device)
     order, slots = (torch.empty_like(experts) for _ in range(2))
     ends = torch.empty(num_experts, dtype=torch.int32, device=experts.device)
-    sizes = (len(experts), num_blocks, num_experts, width, block)
+    sizes = (experts.shape[0], num_blocks, num_experts, width, block)
     with torch.cuda.device_of(experts):
-        _count[(num_blocks,)](experts, counts, *sizes)
+        traced(_count)[(num_blocks,)](experts, counts, *sizes)
         totals = torch.cumsum(counts.view(-1), 0, dtype=torch.int32)
-        _place[(num_blocks,)](experts, counts, totals, order, slots, ends, *sizes)
+        traced(_place)[(num_blocks,)](experts, counts, totals, order, slots, ends, *sizes)
     return order, slots, ends
 
 
 def take(x: torch.Tensor, order: torch.Tensor, ends: torch.Tensor, k: int, scales: torch.Tensor | None) -> torch.Tensor:
     """Rows as in `reference.py`."""
-    rows = x.new_empty(len(order), x.shape[1])
+    rows = x.new_empty(order.shape[0], x.shape[1])
     with torch.cuda.device_of(x):
-        _take[(len(order),)](x, order, ends, scales, rows, x.shape[1], k, len(ends), scales is not None, _block(x))
+        traced(_take)[(order.shape[0],)](
+            x, order, ends, scales, rows, x.shape[1], k, ends.shape[0], scales is not None, _block(x)
+        )
     return rows
 
 
@@ -141,10 +143,10 @@ def combine(
     rows: torch.Tensor, slots: torch.Tensor, ends: torch.Tensor, k: int, weights: torch.Tensor | None
 ) -> torch.Tensor:
     """Sums as in `reference.py`."""
-    result = rows.new_empty(len(slots) // k, rows.shape[1])
+    result = rows.new_empty(slots.shape[0] // k, rows.shape[1])
     with torch.cuda.device_of(rows):
-        _combine[(len(result),)](
-            rows, slots, ends, weights, result, rows.shape[1], len(ends), k, weights is not None, _block(rows)
+        traced(_combine)[(result.shape[0],)](
+            rows, slots, ends, weights, result, rows.shape[1], ends.shape[0], k, weights is not None, _block(rows)
         )
     return result
 
@@ -153,9 +155,11 @@ def products_with(
     grad: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, ends: torch.Tensor, k: int
 ) -> torch.Tensor:
     """Products as in `reference.py`."""
-    result = torch.empty(len(slots), dtype=torch.float32, device=rows.device)
+    result = torch.empty(slots.shape[0], dtype=torch.float32, device=rows.device)
     with torch.cuda.device_of(rows):
-        _products_with[(len(slots),)](grad, rows, slots, ends, result, rows.shape[1], k, len(ends), _block(rows))
+        traced(_products_with)[(slots.shape[0],)](
+            grad, rows, slots, ends, result, rows.shape[1], k, ends.shape[0], _block(rows)
+        )
     return result
 
 
@@ -163,9 +167,11 @@ def clear_past(rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Zeros as in `reference.py`."""
     lines = 64
     with torch.cuda.device_of(rows):
-        _clear_past[(triton.cdiv(len(rows), lines),)](rows, ends, *rows.shape, len(ends), lines, _block(rows))
+        traced(_clear_past)[(triton.cdiv(rows.shape[0], lines),)](
+            rows, ends, *rows.shape, ends.shape[0], lines, _block(rows)
+        )
     return rows
 
 
 def _block(rows: torch.Tensor) -> int:
-    return min(int(_BLOCK), triton.next_power_of_2(rows.shape[1]))
+    return min(1024, int(triton.next_power_of_2(rows.shape[1])))
