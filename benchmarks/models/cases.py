@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from models.mixture import OurMixture, TorchMixture
 from models.model import Llama, Sizes
 from torch import Tensor, nn
 from torch.distributed import fsdp as torch_fsdp
@@ -52,6 +53,8 @@ class Way:
     """The recipe of linear layers that multiply in float8; None: they multiply as ever."""
     computes_in: torch.dtype = torch.bfloat16
     """Also what parameters are kept in, where they are cut alone."""
+    keeps_in: torch.dtype = torch.float32
+    """What parameters are kept in that are sharded."""
     shard_options: Mapping[str, Any] = field(default_factory=dict)
     """More of fully_shard's arguments."""
     has_averages: bool = True
@@ -85,9 +88,8 @@ class Case:
     def __init__(self, parallelism: str, way: Way, sizes: Sizes, device: str, learning_rate: float) -> None:
         self.way = way
         with torch.device("meta"):
-            model = Llama(sizes)
-        if parallelism == "tp":
-            model.to(way.computes_in)
+            model = Llama(sizes, _mixture(way)) if sizes.experts else Llama(sizes)
+        model.to(way.computes_in if parallelism == "tp" else way.keeps_in)
         self.axis = _parallelize(model, parallelism, way, device)
         model.to_empty(device=device)
         # Where there are copies, they are equal.
@@ -101,7 +103,7 @@ class Case:
                 keep_master=False,
                 state_dtype=next(model.parameters()).dtype,
             )
-            if parallelism != "tp":
+            if parallelism != "tp" and way.keeps_in != way.computes_in:
                 model.round_in_step(self.optimizer)
         else:
             kind: Any = torch.optim.AdamW if way.has_averages else torch.optim.SGD
@@ -193,6 +195,11 @@ def _parallelize(model: Llama, parallelism: str, way: Way, device: str) -> Any:
     if parallelism != "tp":
         _shard(model, mesh["dp"] if parallelism == "2d" else mesh, way)
     return axis
+
+
+def _mixture(way: Way) -> Callable[[Sizes], nn.Module]:
+    kind = OurMixture if way.is_ours else TorchMixture
+    return lambda sizes: kind(sizes.dim, sizes.ffn, sizes.experts, sizes.top_k)
 
 
 def _cut(model: nn.Module, axis: Any, way: Way) -> None:

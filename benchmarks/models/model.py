@@ -5,6 +5,7 @@ Shapes: B sequences, S tokens, D elements of a token's vector, H heads of E = D 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,11 +26,14 @@ class Sizes:
     ffn: int = 14336
     vocab: int = 128256
     seq: int = 8192
+    experts: int = 0
+    """Of size `ffn` each, `top_k` of them for a token; none: one for all tokens."""
+    top_k: int = 0
 
     def flops(self, num_tokens: int) -> float:
         """Of a training step over so many tokens: six for each weight, and causal attention's."""
         kv_dim = self.dim // self.heads * self.kv_heads
-        per_layer = 2 * self.dim * (self.dim + kv_dim) + 3 * self.dim * self.ffn
+        per_layer = 2 * self.dim * (self.dim + kv_dim) + 3 * self.dim * self.ffn * max(1, self.top_k)
         weights = self.layers * per_layer + self.dim * self.vocab
         return num_tokens * 6.0 * (weights + self.layers * self.dim * self.seq)
 
@@ -73,12 +77,12 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """What is repeated."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: Sizes, feed_forward: Callable[[Sizes], nn.Module]) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(sizes.dim, eps=1e-5)
         self.attention = Attention(sizes)
         self.feed_forward_norm = nn.RMSNorm(sizes.dim, eps=1e-5)
-        self.feed_forward = FeedForward(sizes)
+        self.feed_forward = feed_forward(sizes)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin)
@@ -88,11 +92,11 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """Embedding, blocks, norm, head."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: Sizes, feed_forward: Callable[[Sizes], nn.Module] = FeedForward) -> None:
         super().__init__()
         self.sizes = sizes
         self.embedding = nn.Embedding(sizes.vocab, sizes.dim)
-        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
+        self.blocks = nn.ModuleList(Block(sizes, feed_forward) for _ in range(sizes.layers))
         self.norm = nn.RMSNorm(sizes.dim, eps=1e-5)
         self.head = nn.Linear(sizes.dim, sizes.vocab, bias=False)
         for name in ("cos", "sin"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final, TypeVar
@@ -79,6 +79,20 @@ def is_within_a_graph() -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._current_graph_task_id() != -1
     )
+
+
+def are_plain(values: Iterable[Any]) -> bool:
+    """True if these are plain tensors, or None, and operators on them are seen by autograd alone: by no compiler, no
+    transform and no mode."""
+    return bool(
+        not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and all(type(value) in _PLAIN for value in values)
+    )
+
+
+_PLAIN: Final = (torch.Tensor, nn.Parameter, type(None))
 
 
 def as_constant(function: _Function) -> _Function:
@@ -176,6 +190,16 @@ def scaled_mm(
         a, b.t(), a_scales[:, None], b_scales[None, :], out_dtype=torch.bfloat16, use_fast_accum=is_fast
     )
     return result.to(dtype)
+
+
+def scaled_grouped_mm(
+    a: torch.Tensor, a_scales: torch.Tensor, b: torch.Tensor, b_scales: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
+    """Rows a (M, K), sorted by group, times each group's b (G, N, K) transposed, in float8 with scales for rows, (M,)
+    and (G, N): (M, N) of bf16."""
+    return torch._scaled_grouped_mm(
+        a, b.transpose(1, 2), a_scales, b_scales, ends, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
 
 
 def stamp_of(tensor: torch.Tensor) -> list[int]:

@@ -1,83 +1,116 @@
-"""Layers of experts as transformers writes them, and ours with the same weights."""
+"""Experts' layers one token at a time, as a judge of products by expert."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-from typing import Any
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
-from torch import nn
+import torch.nn.functional as F
 
-from disttrain.experts import Experts
-from disttrain.kernels.grouped.form import GatedForm
-
-HIDDEN, INTER = 12, 8
-
-
-def mixtral(num_experts: int) -> nn.Module:
-    from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralExperts
-
-    return MixtralExperts(_config(MixtralConfig, num_local_experts=num_experts, intermediate_size=INTER))
+from disttrain.kernels.grouped.form import ACTIVATIONS, GatedForm
+from disttrain.kernels.grouped.products import expert_mlp, mix_experts
+from disttrain.kernels.grouped.rows import combine_rows, sort_by_expert, take_rows
 
 
-def qwen3_moe(num_experts: int) -> nn.Module:
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeExperts
+@dataclass
+class Experts:
+    """Weights of experts of one form; `halves` of gate and up are one tensor or two."""
 
-    return Qwen3MoeExperts(_config(Qwen3MoeConfig, num_experts=num_experts, moe_intermediate_size=INTER))
+    form: GatedForm
+    halves: list[torch.Tensor]
+    down: torch.Tensor
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [*self.halves, self.down, *(bias for bias in (self.gate_up_bias, self.down_bias) if bias is not None)]
 
-def deepseek_v3(num_experts: int) -> nn.Module:
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Config, DeepseekV3Experts
+    def like(self, tensors: list[torch.Tensor]) -> Experts:
+        """The same form of other weights."""
+        count = len(self.halves)
+        biases = tensors[count + 1 :] if self.gate_up_bias is not None else [None, None]
+        return Experts(self.form, tensors[:count], tensors[count], *biases)
 
-    return DeepseekV3Experts(_config(DeepseekV3Config, n_routed_experts=num_experts, moe_intermediate_size=INTER))
+    def arguments(self) -> tuple[tuple[torch.Tensor, torch.Tensor] | torch.Tensor, torch.Tensor, GatedForm]:
+        halves = self.halves
+        return (halves[0], halves[1]) if len(halves) == 2 else halves[0], self.down, self.form
 
-
-def gpt_oss(num_experts: int) -> nn.Module:
-    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
-
-    return GptOssExperts(_config(GptOssConfig, num_local_experts=num_experts, intermediate_size=INTER))
-
-
-JUDGES: dict[str, Callable[[int], nn.Module]] = {
-    "mixtral": mixtral,
-    "qwen3_moe": qwen3_moe,
-    "deepseek_v3": deepseek_v3,
-    "gpt_oss": gpt_oss,
-}
-
-
-def judge(name: str, num_experts: int) -> nn.Module:
-    """transformers' own experts, with random weights in double precision."""
-    module = JUDGES[name](num_experts).double()
-    generator = torch.Generator().manual_seed(num_experts)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.5)
-    return module
+    def biases(self) -> dict[str, torch.Tensor | None]:
+        return {"gate_up_bias": self.gate_up_bias, "down_bias": self.down_bias}
 
 
-def ours(module: nn.Module) -> Experts:
-    """Our layer with copies of the weights of transformers' experts."""
-    is_gpt_oss = hasattr(module, "gate_up_proj_bias")
-    form = GatedForm()
-    if is_gpt_oss:
-        form = GatedForm("clamped", is_interleaved=True, is_transposed=True, limit=module.limit, alpha=module.alpha)
-    made = Experts(len(module.down_proj), HIDDEN, INTER, form, bias=is_gpt_oss, dtype=torch.float64)
-    made.load_state_dict(copy.deepcopy(module.state_dict()))
-    return made
+def forms() -> Iterator[tuple[GatedForm, bool, bool]]:
+    """Each activation and layout, whether halves are apart, and whether there are biases."""
+    for activation, is_interleaved, is_transposed in itertools.product(ACTIVATIONS, (False, True), (False, True)):
+        form = GatedForm(activation, is_interleaved, is_transposed, 1.0 if activation == "clamped" else 0.0, 1.7)
+        yield form, False, is_transposed or activation == "clamped"
+        if not is_interleaved:
+            yield form, True, False
 
 
-def tokens(rank: int, num_tokens: int, k: int, num_experts: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
-    """Rows, experts and weights of one rank's tokens."""
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
-    x = torch.randn(num_tokens, HIDDEN, generator=generator, dtype=torch.float64)
-    scores = torch.rand(num_tokens, num_experts, generator=generator, dtype=torch.float64)
-    weights, indices = scores.topk(k, dim=-1) if num_tokens else (scores.new_zeros(0, k), torch.zeros(0, k).long())
-    return x, indices, weights
+def drawn_experts(num_experts: int, dim: int, hidden: int, form: GatedForm, is_apart: bool, has_bias: bool) -> Experts:
+    """Weights in fp64, scaled so that results are about one."""
+    generator = torch.Generator().manual_seed(7)
+
+    def draw(*shape: int, scale: float) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator) * scale
+
+    widths = [hidden, hidden] if is_apart else [2 * hidden]
+    into = [(num_experts, dim, width) if form.is_transposed else (num_experts, width, dim) for width in widths]
+    back = (num_experts, hidden, dim) if form.is_transposed else (num_experts, dim, hidden)
+    halves = [draw(*shape, scale=dim**-0.5) for shape in into]
+    biases = [draw(num_experts, size, scale=0.3) for size in (2 * hidden, dim)] if has_bias else [None, None]
+    return Experts(form, halves, draw(*back, scale=hidden**-0.5), *biases)
 
 
-def _config(kind: type, **sizes: Any) -> Any:
-    config = kind(hidden_size=HIDDEN, **sizes)
-    config._experts_implementation = "eager"
-    return config
+def token_by_token(x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, experts: Experts) -> torch.Tensor:
+    """Each token's weighted sum of its experts' layers; an index that is no expert's counts as zero."""
+    # Whatever was not chosen has a gradient of zeros.
+    nothing = 0 * sum(tensor.sum() for tensor in (weights, *experts.tensors))
+    rows = []
+    for token, chosen in enumerate(indices.tolist()):
+        parts = [
+            weights[token, choice] * _layer(x[token], expert, experts)
+            for choice, expert in enumerate(chosen)
+            if 0 <= expert < len(experts.down)
+        ]
+        rows.append(sum(parts, 0 * x[token] + nothing))
+    return torch.stack(rows)
+
+
+def _layer(x: torch.Tensor, expert: int, experts: Experts) -> torch.Tensor:
+    form = experts.form
+    parts = [_times(x, half[expert], form) for half in experts.halves]
+    if experts.gate_up_bias is not None:
+        parts[0] = parts[0] + experts.gate_up_bias[expert]
+    if form.is_interleaved:
+        gate, up = parts[0][::2], parts[0][1::2]
+    else:
+        gate, up = torch.cat(parts).chunk(2)
+    if form.activation == "clamped":
+        gate, up = gate.clamp(max=form.limit), up.clamp(-form.limit, form.limit)
+        hidden = (up + 1) * gate * torch.sigmoid(form.alpha * gate)
+    elif form.activation == "silu":
+        hidden = F.silu(gate) * up
+    else:
+        hidden = F.gelu(gate, approximate="tanh" if form.activation == "gelu_tanh" else "none") * up
+    result = _times(hidden, experts.down[expert], form)
+    return result if experts.down_bias is None else result + experts.down_bias[expert]
+
+
+def _times(x: torch.Tensor, matrix: torch.Tensor, form: GatedForm) -> torch.Tensor:
+    return x @ matrix if form.is_transposed else matrix @ x
+
+
+def at_once(x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, experts: Experts) -> torch.Tensor:
+    order = sort_by_expert(indices, len(experts.down))
+    return mix_experts(x, order, weights, *experts.arguments(), **experts.biases())
+
+
+def step_by_step(x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, experts: Experts) -> torch.Tensor:
+    order = sort_by_expert(indices, len(experts.down))
+    rows = take_rows(x, order, indices.shape[1])
+    return combine_rows(expert_mlp(rows, order.ends, *experts.arguments(), **experts.biases()), order, weights)

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import disttrain.kernels  # noqa: F401  # the operators
 from disttrain.kernels.cross_entropy.pieces import LossTerms
+from tests.cases.expert_operators import EXPERT_CASES
 from tests.cases.kernels import drawn
 
 OPS: Any = torch.ops.disttrain
@@ -169,6 +170,7 @@ def sparse_products() -> Iterator[Case]:
 CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "add_norm": adding_norms,
     "attention_blocks": block_tables,
+    **EXPERT_CASES,
     "float8_cast": casts,
     "float8_mm": float8_products,
     "glu": glus,

@@ -12,7 +12,7 @@ from disttrain.experts import ExpertParallel, shard_experts
 from disttrain.testing import run_threads
 from disttrain.testing.pytest_plugin import on_ranks
 from disttrain.tp import parallelize_module
-from tests.cases.experts import JUDGES, judge, ours, tokens
+from tests.cases.expert_layers import JUDGES, judge, ours, tokens
 
 UNEVEN = [
     (8, 2, [5, 3]),

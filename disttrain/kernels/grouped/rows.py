@@ -1,10 +1,17 @@
-"""Rows of tokens in the order of their experts, and back."""
+"""Rows of tokens in the order of their experts, and back, as operators.
+
+Nothing of it waits for the host: how many rows each expert has stays on the device.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
+
+from disttrain.errors import ShapeError
+from disttrain.kernels.grouped.choice import kernels_of, sorter_of
+from disttrain.kernels.operators import define, differentiate, refuse_second_derivative
 
 
 class ExpertOrder(NamedTuple):
@@ -22,34 +29,124 @@ class ExpertOrder(NamedTuple):
 
 
 def sort_by_expert(experts: torch.Tensor, num_experts: int) -> ExpertOrder:
-    """Sorts assignments by expert, stably, without a word to the host.
+    """Sorts assignments by expert, stably.
 
-    Args: experts  integers of any shape; those outside of 0 to num_experts - 1 are dropped: their rows come last.
+    Args:   experts  integers of any shape; those outside of 0 to num_experts - 1 are dropped: their rows come last.
+    Raises: ShapeError for what are no integers, or no experts.
     """
-    flat = experts.reshape(-1).to(torch.int64)
-    flat = torch.where((flat < 0) | (flat >= num_experts), num_experts, flat)
-    order = torch.argsort(flat, stable=True)
-    slots = torch.empty_like(order)
-    slots[order] = torch.arange(len(order), device=order.device)
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device).scatter_add_(
-        0, flat, torch.ones_like(flat)
-    )
-    return ExpertOrder(order, slots, counts[:num_experts].cumsum(0).to(torch.int32))
+    if experts.is_floating_point() or experts.is_complex() or experts.dtype == torch.bool or num_experts < 1:
+        problem = f"experts is {experts.dtype} of shape {tuple(experts.shape)}, num_experts {num_experts}."
+        raise ShapeError("sort_by_expert", problem, "Give integers, and one expert at least.")
+    return ExpertOrder(*torch.ops.disttrain.expert_sort(experts.reshape(-1), num_experts))
 
 
 def take_rows(x: torch.Tensor, order: ExpertOrder, k: int) -> torch.Tensor:
-    """Copies each token's row to the sorted rows of its k assignments: (tokens, D) to (tokens * k, D)."""
-    return x[order.order // k]
+    """Copies each token's row to the sorted rows of its k assignments.
+
+    Args:    x  (tokens, D).
+    Returns: (tokens * k, D); zeros in rows that have no expert.
+    Raises:  ShapeError where tokens and assignments don't fit.
+    """
+    if x.dim() != 2 or len(x) * k != len(order.order):
+        problem = f"x has shape {tuple(x.shape)}, and k is {k}, of {len(order.order)} assignments."
+        raise ShapeError("take_rows", problem, "Give (tokens, D) of as many tokens as were sorted.")
+    return torch.ops.disttrain.expert_take(x, *order, k)  # type: ignore[no-any-return]
 
 
 def combine_rows(rows: torch.Tensor, order: ExpertOrder, weights: torch.Tensor) -> torch.Tensor:
-    """Sums each token's k sorted rows by its weights, in fp32: (tokens * k, D) and (tokens, k) to (tokens, D).
+    """Sums each token's k sorted rows by its weights, in fp32 at least.
 
-    Rows past the last expert's are dropped: they count as zeros.
+    Args:    rows     (tokens * k, D), sorted.
+             weights  (tokens, k).
+    Returns: (tokens, D); rows without an expert count as zeros, whatever they hold.
+    Raises:  ShapeError where they don't fit.
     """
-    tokens, k = weights.shape
-    chosen = rows[order.slots].view(tokens, k, -1)
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    is_kept = (order.slots < order.ends[-1]).view(tokens, k)
-    factors = torch.where(is_kept, weights.to(wide), 0)
-    return (chosen.to(wide).masked_fill(~is_kept[..., None], 0) * factors[..., None]).sum(1).to(rows.dtype)
+    if rows.dim() != 2 or weights.dim() != 2 or not len(rows) == weights.numel() == len(order.order):
+        problem = f"rows has shape {tuple(rows.shape)}, weights {tuple(weights.shape)}, {len(order.order)} were sorted."
+        raise ShapeError("combine_rows", problem, "Give (tokens * k, D) and (tokens, k).")
+    return torch.ops.disttrain.expert_combine(rows, *order, weights)  # type: ignore[no-any-return]
+
+
+def _sort(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    plain = experts.to(torch.int64).contiguous()
+    return sorter_of(plain).sort(plain, num_experts)  # type: ignore[no-any-return]
+
+
+def _sort_shapes(experts: torch.Tensor, num_experts: int) -> Any:
+    indices = [experts.new_empty(experts.shape, dtype=torch.int64) for _ in range(2)]
+    return *indices, experts.new_empty(num_experts, dtype=torch.int32)
+
+
+def _take(x: torch.Tensor, order: torch.Tensor, slots: torch.Tensor, ends: torch.Tensor, k: int) -> torch.Tensor:
+    return kernels_of(x).take(x.contiguous(), order, ends, k, None)  # type: ignore[no-any-return]
+
+
+def _sum(grad: torch.Tensor, slots: torch.Tensor, ends: torch.Tensor, k: int) -> torch.Tensor:
+    return kernels_of(grad).combine(grad.contiguous(), slots, ends, k, None)  # type: ignore[no-any-return]
+
+
+def _combine(
+    rows: torch.Tensor, order: torch.Tensor, slots: torch.Tensor, ends: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    plain = weights.contiguous()
+    return kernels_of(rows).combine(rows.contiguous(), slots, ends, weights.shape[1], plain)  # type: ignore[no-any-return]
+
+
+def _combine_backward(
+    grad: torch.Tensor,
+    rows: torch.Tensor,
+    order: torch.Tensor,
+    slots: torch.Tensor,
+    ends: torch.Tensor,
+    weights: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    kernels, k, plain = kernels_of(rows), weights.shape[1], grad.contiguous()
+    grad_rows = kernels.take(plain, order, ends, k, weights.contiguous())
+    grad_weights = kernels.products_with(plain, rows.contiguous(), slots, ends, k)
+    return grad_rows, grad_weights.view(weights.shape).to(weights.dtype)
+
+
+def _keep_take(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, _, slots, ends, ctx.k = inputs
+    ctx.save_for_backward(slots, ends)
+
+
+def _backward_of_take(ctx: Any, grad: torch.Tensor) -> Any:
+    return torch.ops.disttrain.expert_sum(grad, *ctx.saved_tensors, ctx.k), None, None, None, None
+
+
+def _keep_combine(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward_of_combine(ctx: Any, grad: torch.Tensor) -> Any:
+    grad_rows, grad_weights = torch.ops.disttrain.expert_combine_backward(grad, *ctx.saved_tensors)
+    return grad_rows, None, None, None, grad_weights
+
+
+SORT: Final = define("expert_sort(Tensor experts, int num_experts) -> (Tensor, Tensor, Tensor)", _sort, _sort_shapes)
+TAKE: Final = define(
+    "expert_take(Tensor x, Tensor order, Tensor slots, Tensor ends, int k) -> Tensor",
+    _take,
+    lambda x, order, *_: x.new_empty((order.shape[0], x.shape[1])),
+)
+SUM: Final = define(
+    "expert_sum(Tensor rows, Tensor slots, Tensor ends, int k) -> Tensor",
+    _sum,
+    lambda rows, slots, ends, k: rows.new_empty((rows.shape[0] // k, rows.shape[1])),
+)
+COMBINE: Final = define(
+    "expert_combine(Tensor rows, Tensor order, Tensor slots, Tensor ends, Tensor weights) -> Tensor",
+    _combine,
+    lambda rows, order, slots, ends, weights: rows.new_empty((weights.shape[0], rows.shape[1])),
+)
+COMBINE_BACKWARD: Final = define(
+    "expert_combine_backward(Tensor grad, Tensor rows, Tensor order, Tensor slots, Tensor ends, Tensor weights) "
+    "-> (Tensor, Tensor)",
+    _combine_backward,
+    lambda grad, rows, order, slots, ends, weights: (rows.new_empty(rows.shape), weights.new_empty(weights.shape)),
+)
+differentiate(TAKE, _keep_take, _backward_of_take)
+differentiate(COMBINE, _keep_combine, _backward_of_combine)
+refuse_second_derivative(SUM)
+refuse_second_derivative(COMBINE_BACKWARD)

@@ -1,0 +1,158 @@
+"""Forward and backward of all experts' gated layers, as functions of plain tensors.
+
+Weights scale what goes into the down product, not what comes out: so the gradient of weights needs no results of
+forward. Forward keeps its inputs and gate and up; backward takes the rows of tokens once more, and computes
+activation(gate) * up again. Source: Guo et al., "SonicMoE" (arXiv 2512.14080), for the former.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from disttrain.kernels.grouped.choice import kernels_of
+from disttrain.kernels.grouped.float8 import outer, product
+from disttrain.kernels.grouped.form import GatedForm
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """Weights of experts, as `products.expert_mlp` takes them; `up` is None where `gate` holds both."""
+
+    gate: torch.Tensor
+    up: torch.Tensor | None
+    down: torch.Tensor
+    gate_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Which tokens go to which experts: order, slots and ends of `ExpertOrder`; weights (tokens, k)."""
+
+    order: torch.Tensor
+    slots: torch.Tensor
+    ends: torch.Tensor
+    weights: torch.Tensor
+
+    @property
+    def k(self) -> int:
+        return self.weights.shape[1]
+
+
+@dataclass(frozen=True)
+class Grads:
+    """Gradients of an input, of weights (tokens, k) and of experts' weights; None for what nobody has or wants."""
+
+    x: torch.Tensor | None
+    weights: torch.Tensor | None
+    gate: torch.Tensor | None
+    up: torch.Tensor | None
+    down: torch.Tensor | None
+    gate_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+
+
+def forward(
+    x: torch.Tensor, ends: torch.Tensor, tokens: Tokens | None, experts: ExpertWeights, form: GatedForm, recipe: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Computes results, and the products with gate and up, which backward wants.
+
+    Args: x       (rows, D), sorted by expert, or (tokens, D) where there are `tokens`.
+          recipe  of float8, empty for none.
+    """
+    kernels, weighted = kernels_of(x), _weighted(tokens)
+    rows = x if tokens is None else kernels.take(x, tokens.order, ends, tokens.k, None)
+    gate = product(rows, experts.gate, ends, form.is_transposed, recipe)
+    up = None if experts.up is None else product(rows, experts.up, ends, form.is_transposed, recipe)
+    if experts.gate_bias is not None:
+        kernels.add_bias(gate, experts.gate_bias, ends, None, None)
+    hidden = kernels.gated(*_halves(gate, up, form), ends, form, *weighted)
+    result = product(hidden, experts.down, ends, form.is_transposed, recipe)
+    if experts.down_bias is not None:
+        kernels.add_bias(result, experts.down_bias, ends, *weighted)
+    if tokens is None:
+        return kernels.clear_past(result, ends), gate, up
+    return kernels.combine(result, tokens.slots, ends, tokens.k, None), gate, up
+
+
+def backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    ends: torch.Tensor,
+    tokens: Tokens | None,
+    experts: ExpertWeights,
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    form: GatedForm,
+    recipe: str,
+    wants_x: bool = True,
+    wants_experts: bool = True,
+) -> Grads:
+    """Computes gradients of what `forward` took, which returned `gate` and `up`."""
+    kernels, weighted = kernels_of(x), _weighted(tokens)
+    if tokens is not None:
+        grad = kernels.take(grad, tokens.order, ends, tokens.k, None)
+    of_down_bias = of_weights = None
+    if experts.down_bias is not None:
+        of_down_bias, of_weights = kernels.bias_grad(grad, experts.down_bias, ends, *weighted)
+    of_hidden = product(grad, experts.down, ends, not form.is_transposed, recipe)
+    of_gate, of_up = torch.empty_like(gate), None if up is None else torch.empty_like(up)
+    hidden, of_scales = kernels.gated_backward(
+        of_hidden, *_halves(gate, up, form), ends, form, *weighted, *_halves(of_gate, of_up, form)
+    )
+    if of_scales is not None and of_weights is not None:
+        of_scales += of_weights
+    of_first: list[torch.Tensor | None] = [None, None]
+    of_down = of_gate_bias = None
+    if wants_experts:
+        of_down = _outer(grad, hidden, ends, form)
+        del of_hidden, hidden, grad
+        rows = x if tokens is None else kernels.take(x, tokens.order, ends, tokens.k, None)
+        of_first = [None if half is None else _outer(half, rows, ends, form) for half in (of_gate, of_up)]
+        del rows
+        if experts.gate_bias is not None:
+            of_gate_bias = kernels.bias_grad(of_gate, experts.gate_bias, ends, None, None)[0]
+    of_x = _through_first(of_gate, of_up, ends, tokens, experts, form, recipe) if wants_x else None
+    if tokens is not None and of_scales is not None:
+        of_scales = of_scales.view(tokens.weights.shape).to(tokens.weights.dtype)
+    return Grads(of_x, of_scales, of_first[0], of_first[1], of_down, of_gate_bias, of_down_bias)
+
+
+def _through_first(
+    of_gate: torch.Tensor,
+    of_up: torch.Tensor | None,
+    ends: torch.Tensor,
+    tokens: Tokens | None,
+    experts: ExpertWeights,
+    form: GatedForm,
+    recipe: str,
+) -> torch.Tensor:
+    """The gradient of the input, from those of its products with gate and up."""
+    kernels = kernels_of(of_gate)
+    of_rows = product(of_gate, experts.gate, ends, not form.is_transposed, recipe)
+    if experts.up is not None and of_up is not None:
+        of_rows += product(of_up, experts.up, ends, not form.is_transposed, recipe)
+    if tokens is None:
+        return kernels.clear_past(of_rows, ends)  # type: ignore[no-any-return]
+    return kernels.combine(of_rows, tokens.slots, ends, tokens.k, None)  # type: ignore[no-any-return]
+
+
+def _weighted(tokens: Tokens | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return (None, None) if tokens is None else (tokens.order, tokens.weights)
+
+
+def _halves(gate: torch.Tensor, up: torch.Tensor | None, form: GatedForm) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate and up, (rows, H) each with equal strides."""
+    if up is not None:
+        return gate, up
+    if form.is_interleaved:
+        return gate[:, ::2], gate[:, 1::2]
+    size = gate.shape[1] // 2
+    return gate[:, :size], gate[:, size:]
+
+
+def _outer(of_result: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor, form: GatedForm) -> torch.Tensor:
+    """The gradient of weights that made results of rows."""
+    return outer(rows, of_result, ends) if form.is_transposed else outer(of_result, rows, ends)
