@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -13,8 +14,10 @@ from disttrain.experts.models._torch import copied
 
 _SMALL: Final = 1 << 20
 """Elements of a module that is copied at its own size."""
-_TOLERANCE: Final = 1e-6
-"""Of the greatest value. Some modules compute in fp32 whatever they are given."""
+WIDE: Final = 1e-11
+"""What rounding makes of results in fp64, relative to the greatest value."""
+NARROW: Final = 1e-6
+"""In fp32."""
 
 Results = tuple[list[torch.Tensor], list[torch.Tensor]]
 
@@ -107,16 +110,18 @@ def results(module: nn.Module, forward: Callable[..., Any], inputs: Sequence[tor
     ]
 
 
-def are_same(first: Results, second: Results) -> bool:
-    """True if two results have the same tensors, but for rounding in fp32, and neither nan nor inf."""
+def difference_of(first: Results, second: Results) -> float:
+    """The greatest difference of two results, relative to a tensor's greatest value; inf where they are not alike."""
     ones, twos = [*first[0], *first[1]], [*second[0], *second[1]]
     if len(first[0]) != len(second[0]) or len(ones) != len(twos):
-        return False
-    return all(one.shape == two.shape and one.dtype == two.dtype and _is_near(one, two) for one, two in zip(ones, twos))
+        return math.inf
+    if any(one.shape != two.shape or one.dtype != two.dtype for one, two in zip(ones, twos, strict=True)):
+        return math.inf
+    return max((_difference(one.double(), two.double()) for one, two in zip(ones, twos, strict=True)), default=math.inf)
 
 
-def _is_near(one: torch.Tensor, two: torch.Tensor) -> bool:
-    if not one.numel():
-        return True
-    difference = (one.double() - two.double()).abs().max()
-    return bool(one.isfinite().all()) and bool(difference <= _TOLERANCE * one.double().abs().max())
+def _difference(one: torch.Tensor, two: torch.Tensor) -> float:
+    difference, size = ((one - two).abs().max().item(), one.abs().max().item()) if one.numel() else (0.0, 0.0)
+    if math.isfinite(difference) and math.isfinite(size):
+        return 0.0 if difference == 0 else difference / size if size else math.inf
+    return math.inf
