@@ -89,11 +89,12 @@ def _buffer(value: torch.Tensor) -> torch.Tensor:
     return value.double() if value.is_floating_point() else value.clone()
 
 
-def results(module: nn.Module, forward: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Results:
+def results(
+    module: nn.Module, forward: Callable[..., Any], inputs: Sequence[torch.Tensor], *, with_grads: bool = True
+) -> Results:
     """The tensors that a forward gives, and their gradients in the module's parameters and in the inputs."""
-    given = [value.clone().requires_grad_(value.is_floating_point()) for value in inputs]
-    targets = [each for each in (*module.parameters(), *given) if each.requires_grad]
-    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+    given = [value.clone().requires_grad_(with_grads and value.is_floating_point()) for value in inputs]
+    with torch.set_grad_enabled(with_grads), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         # Some forwards write to what they are given, which a leaf forbids.
         out = forward(module, *[value * 1 if value.is_floating_point() else value for value in given])
@@ -104,7 +105,10 @@ def results(module: nn.Module, forward: Callable[..., Any], inputs: Sequence[tor
         for value in tensors
         if value.requires_grad
     ]
-    grads = torch.autograd.grad(sum(losses, torch.zeros(())), targets, allow_unused=True) if losses else []
+    if not losses:
+        return tensors, []
+    targets = [each for each in (*module.parameters(), *given) if each.requires_grad]
+    grads = torch.autograd.grad(sum(losses, torch.zeros(())), targets, allow_unused=True)
     return tensors, [
         torch.zeros_like(target) if grad is None else grad for grad, target in zip(grads, targets, strict=True)
     ]
