@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from disttrain.dtensor import DTensor, Partial, Placement
-from disttrain.experts.exchange.dispatch import Exchange, Sending, begin_dispatch, combine
+from disttrain.experts.exchange.base import Exchange
+from disttrain.experts.exchange.dispatch import Sending, begin_dispatch, check_arguments, combine, ordered
 from disttrain.experts.hidden_cut import HiddenCut
 from disttrain.experts.tensor_parallel import ExpertTensorParallel
+from disttrain.kernels.grouped.rows import ExpertOrder, combine_rows, take_rows
 from disttrain.mesh import DeviceMesh
 from disttrain.tp import ParallelStyle
 
@@ -63,15 +65,30 @@ class ExpertLayer(nn.Module):
         Raises:  ShapeError when shapes or dtypes don't fit, or, with other ranks, weights are not finite.
         Collective: every rank of the axis that the experts lie along, and again in backward.
         """
+        if self.exchange is None:
+            num_experts = self.count_experts()
+            check_arguments(x, indices, num_experts, None, weights, self.expert_width())
+            if self.hidden_cut is not None:
+                x, indices, weights = self.hidden_cut.entering_all(x, indices, weights)
+            order, self.num_dropped = ordered(indices, num_experts, self.capacity)
+            sums = self.mix_here(x, order, weights)
+            return sums if self.hidden_cut is None else self.hidden_cut.leaving(sums)
         sending = self.begin(x, indices, weights)
         sending.send()
         return self.finish(sending)
 
-    def begin(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> Sending:
-        """Begin to send tokens to their experts: `send` of the result goes on with that, `finish` computes."""
+    def mix_here(self, x: torch.Tensor, order: ExpertOrder, weights: torch.Tensor) -> torch.Tensor:
+        """The forward where all experts are here, and tokens are sorted already."""
+        rows = self.compute(take_rows(x, order, weights.shape[1]), order.ends)
+        return combine_rows(rows, order, weights)
+
+    def begin(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, *, beside: bool = False) -> Sending:
+        """Begin to send tokens to their experts: `send` of the result goes on with that, `finish` computes.
+
+        `beside`: something is computed before `finish`, while rows are under way.
+        """
         if self.hidden_cut is not None:
-            x, weights = self.hidden_cut.entering(x), self.hidden_cut.entering(weights)
-            indices = self.hidden_cut.entering(indices) if self.hidden_cut.cuts_tokens else indices
+            x, indices, weights = self.hidden_cut.entering_all(x, indices, weights)
         return begin_dispatch(
             x,
             indices,
@@ -80,6 +97,7 @@ class ExpertLayer(nn.Module):
             weights,
             capacity=self.capacity,
             width=self.expert_width(),
+            beside=beside,
         )
 
     def finish(self, sending: Sending) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from disttrain.errors import DisttrainError
-from disttrain.experts.exchange.all_to_all import NAME
+from disttrain.experts.exchange.base import NAME
 from disttrain.process_group import ProcessGroup
 from disttrain.process_group.watching.refusals import ANY
 

@@ -30,6 +30,11 @@ class HiddenCut:
         whole = DTensor.from_local(tokens, self.mesh, here, run_check=False).redistribute(placements=[Replicate()])
         return whole.to_local(grad_placements=[Partial()])
 
+    def entering_all(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Tokens, and the indices and weights of their experts."""
+        indices = self.entering(indices) if self.cuts_tokens else indices
+        return self.entering(x), indices, self.entering(weights)
+
     def leaving(self, sums: torch.Tensor) -> torch.Tensor:
         """This rank's tokens, of which each rank has computed a part of each. Collective."""
         there = [Shard(0) if self.cuts_tokens else Replicate()]

@@ -13,7 +13,8 @@ from disttrain.dtensor import Placement, Replicate, Shard, StridedShard
 from disttrain.experts.expert_layer import ExpertLayer, local_part
 from disttrain.experts.hidden_cut import hidden_placements
 from disttrain.kernels.grouped.form import GatedForm
-from disttrain.kernels.grouped.products import expert_mlp
+from disttrain.kernels.grouped.products import expert_mlp, mix_experts
+from disttrain.kernels.grouped.rows import ExpertOrder
 
 
 class Experts(ExpertLayer):
@@ -28,6 +29,8 @@ class Experts(ExpertLayer):
 
     num_experts: int
     form: GatedForm
+    gate_up_proj_bias: nn.Parameter | None
+    down_proj_bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -102,15 +105,27 @@ class Experts(ExpertLayer):
 
     def compute(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """This rank's experts on rows that are sorted by them."""
-        gate_up, down = local_part(self.gate_up_proj), local_part(self.down_proj)
-        gate_up_bias, down_bias = (
-            None if bias is None else local_part(bias) for bias in (self.gate_up_proj_bias, self.down_proj_bias)
-        )
+        gate_up, down, gate_up_bias, down_bias = self._parts()
         if not len(ends):
             # A rank without experts has a backward all the same: the others exchange rows with it.
             used = (part.sum() for part in (gate_up, down, gate_up_bias, down_bias) if part is not None)
             return rows + sum(used)
         return expert_mlp(rows, ends, gate_up, down, self.form, gate_up_bias=gate_up_bias, down_bias=down_bias)
+
+    def mix_here(self, x: torch.Tensor, order: ExpertOrder, weights: torch.Tensor) -> torch.Tensor:
+        """The forward where all experts are here."""
+        gate_up, down, gate_up_bias, down_bias = self._parts()
+        return mix_experts(x, order, weights, gate_up, down, self.form, gate_up_bias=gate_up_bias, down_bias=down_bias)
+
+    def _parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """This rank's experts' weights and biases, through which their gradients go."""
+        gate_up_bias, down_bias = self.gate_up_proj_bias, self.down_proj_bias
+        return (
+            local_part(self.gate_up_proj),
+            local_part(self.down_proj),
+            None if gate_up_bias is None else local_part(gate_up_bias),
+            None if down_bias is None else local_part(down_bias),
+        )
 
     def extra_repr(self) -> str:
         gate_up = self.gate_up_proj.shape
@@ -143,9 +158,16 @@ class MixtureOfExperts(nn.Module):
             weights, indices = routing.weights, routing.indices
         else:
             _, weights, indices = routing
-        if self.shared_experts is None:
-            return self.experts(tokens, indices, weights).view(x.shape)
-        sending = self.experts.begin(tokens, indices, weights)
-        sending.send()
-        shared = self.shared_experts(x)
-        return self.experts.finish(sending).view(x.shape) + shared
+        experts, shared_experts = self.experts, self.shared_experts
+        if shared_experts is None or experts.exchange is None:
+            out = experts(tokens, indices, weights).view(x.shape)
+            return out if shared_experts is None else out + shared_experts(x)
+        sending = experts.begin(tokens, indices, weights, beside=True)
+        if sending.is_beside:
+            # The GPU computes while the host waits for the sizes.
+            shared = shared_experts(x)
+            sending.send()
+        else:
+            sending.send()
+            shared = shared_experts(x)
+        return experts.finish(sending).view(x.shape) + shared

@@ -6,7 +6,7 @@ from torch import nn
 
 from disttrain.dtensor import DTensor, Shard
 from disttrain.dtensor.foreign import check_ours
-from disttrain.experts.exchange.all_to_all import NAME
+from disttrain.experts.exchange.base import NAME
 from disttrain.experts.exchange.dispatch import exchange_along
 from disttrain.experts.expert_layer import ExpertLayer
 from disttrain.experts.faults import let_tell
@@ -39,8 +39,8 @@ def shard_experts(
              capacity       an expert takes at most so many times its even share of each rank's assignments. The
                             earliest tokens' are kept, and `num_dropped` of a layer counts the others of its last
                             forward. None: all are kept.
-             exchange       "all_to_all": of the sizes that are needed, which the host reads; "padded": of one size, which
-                            takes more memory and needs no word of the host, for steps that are captured.
+             exchange       "all_to_all": of the sizes that are needed, which the host reads; "padded": of one size,
+                            which takes more memory and needs no word of the host, for steps that are captured.
              src_data_rank  the rank along the axis whose parameters count; None: all have the same, nothing is sent.
     Returns: `module`.
     Raises:  MeshError for a mesh of several axes; ShardingError when `module` has no experts, or they are cut already;
@@ -84,9 +84,11 @@ class ExpertParallel(ParallelStyle):
 
 
 def _check(layer: ExpertLayer, mesh: DeviceMesh) -> None:
+    if layer.exchange is not None:
+        refuse(f"{type(layer).__name__} is divided already.", "Call shard_experts once, and before fully_shard.", mesh)
     for _, name, parameter in layer.expert_tensors():
         check_ours(NAME, name, parameter)
-        if isinstance(parameter, DTensor) and (layer.hidden_cut is None or layer.exchange is not None):
+        if isinstance(parameter, DTensor) and layer.hidden_cut is None:
             refuse(
                 f"{name} of {type(layer).__name__} is a DTensor already and lies as {parameter._spec.layout}.",
                 "Call shard_experts once, and before fully_shard.",

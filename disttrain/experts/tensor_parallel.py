@@ -11,7 +11,7 @@ from disttrain.dtensor import Placement
 from disttrain.dtensor.foreign import check_ours
 from disttrain.dtensor.spec.shard_sizes import num_blocks
 from disttrain.errors import ShardingError
-from disttrain.experts.exchange.all_to_all import NAME
+from disttrain.experts.exchange.base import NAME
 from disttrain.experts.faults import is_layer, let_tell
 from disttrain.experts.hidden_cut import HiddenCut, cut_further
 from disttrain.mesh import DeviceMesh

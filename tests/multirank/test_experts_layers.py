@@ -177,20 +177,15 @@ def test_each_expert_keeps_the_earliest(size: int, capacity: float, exchange: st
     run_threads(size, body)
 
 
-def test_dispatch_and_combine_are_inverse_and_have_second_derivatives() -> None:
+def test_dispatch_and_combine_are_inverse() -> None:
     def body() -> None:
         x, indices, weights = tokens(disttrain.get_rank(), 4, 2, 3)
         x.requires_grad_()
-        axis = ep_mesh()
-
-        def there_and_back(x: torch.Tensor) -> torch.Tensor:
-            sent = dispatch(x, indices, 3, axis)
-            return combine(sent.rows**3, sent, weights)
-
-        torch.testing.assert_close(there_and_back(x), x**3 * weights.sum(1, keepdim=True))
-        (grad,) = torch.autograd.grad(there_and_back(x).sum(), x, create_graph=True)
-        (second,) = torch.autograd.grad(grad.sum(), x)
-        torch.testing.assert_close(second, 6 * x * weights.sum(1, keepdim=True))
+        sent = dispatch(x, indices, 3, ep_mesh())
+        out = combine(sent.rows**3, sent, weights)
+        torch.testing.assert_close(out, x**3 * weights.sum(1, keepdim=True))
+        (grad,) = torch.autograd.grad(out.sum(), x)
+        torch.testing.assert_close(grad, 3 * x**2 * weights.sum(1, keepdim=True))
 
     run_threads(2, body)
 
@@ -227,9 +222,7 @@ def test_nobody_waits_for_a_rank_that_raises(how: str, text: str) -> None:
         time.sleep(1)
     else:
         with pytest.raises(CollectiveMismatchError, match=f"rank 1 refused experts: .*{text}"):
-            # Where the router or the shared experts raise, the others may have come further by one layer.
-            for _ in range(2):
-                model(torch.randn(3, HIDDEN, dtype=torch.float64))
+            model(torch.randn(3, HIDDEN, dtype=torch.float64))
     assert time.monotonic() - since_s < 10
 
 
@@ -267,7 +260,7 @@ def test_meshes_and_modules_that_do_not_fit() -> None:
     def body() -> None:
         mesh = disttrain.init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "ep"))
         layer = ours(judge("mixtral", 4))
-        with pytest.raises(MeshError, match="has 2 axes. Give the one axis along which experts lie"):
+        with pytest.raises(MeshError, match=r"has 2 axes\. Give the one axis along which experts lie"):
             shard_experts(layer, mesh)
         with pytest.raises(MeshError, match="the mesh is None"):
             shard_experts(layer, None)

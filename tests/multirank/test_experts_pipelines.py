@@ -15,7 +15,7 @@ from disttrain.experts import shard_experts, use_experts
 from disttrain.fsdp2 import fully_shard
 from disttrain.pipelining import PipelineStage, clip_grad_norm_, get_schedule_class, make_schedule, split_blocks
 from disttrain.testing import run_threads
-from tests.cases.expert_models import expert_model, loss_of, loss_of_logits, sentences
+from tests.cases.expert_transformers import expert_model, loss_of, loss_of_logits, sentences
 
 NUM_MICROBATCHES = 4
 SCHEDULES = [("1F1B", 1), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 2), ("DualPipeV", 2)]

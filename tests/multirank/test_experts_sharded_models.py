@@ -18,7 +18,7 @@ from disttrain.experts import shard_experts
 from disttrain.fsdp2 import fully_shard
 from disttrain.mesh import DeviceMesh
 from disttrain.testing.pytest_plugin import on_ranks
-from tests.cases.expert_models import expert_model, loss_of, sentences, with_our_experts
+from tests.cases.expert_transformers import expert_model, loss_of, sentences, with_our_experts
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from torch import nn
 
 from disttrain.experts import use_experts
 from tests.cases.expert_blocks import BLOCKS, D
+from tests.cases.expert_models import CONFIGS, made
 
 
 def quietly(model: nn.Module) -> Any:
@@ -53,3 +54,26 @@ def test_blocks_as_people_write_them(name: str) -> None:
         model.zero_grad()
         other.zero_grad()
     assert not quietly(other).taken
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_models_of_transformers(name: str) -> None:
+    model = made(name)
+    other = copy.deepcopy(model)
+    result = quietly(other)
+    assert result.taken
+    assert not result.left
+    assert list(model.state_dict()) == list(other.state_dict())
+    tokens = torch.randint(0, 32, (2, 9), generator=torch.Generator().manual_seed(1))
+    outs = []
+    for each in (model, other):
+        torch.manual_seed(0)
+        out = each(tokens, labels=tokens)
+        out.loss.backward()
+        outs.append(out.logits)
+    torch.testing.assert_close(outs[1], outs[0], rtol=1e-6, atol=1e-9)
+    for (path, one), (_, two) in zip(model.named_parameters(), other.named_parameters(), strict=True):
+        if one.grad is None:
+            assert two.grad is None or not two.grad.any(), path
+        else:
+            torch.testing.assert_close(two.grad, one.grad, rtol=1e-6, atol=1e-9, msg=lambda text, path=path: f"{path}: {text}")

@@ -9,27 +9,23 @@ from __future__ import annotations
 import torch
 
 from disttrain.errors import ShapeError
+from disttrain.experts.exchange.arrangement import arrange
+from disttrain.experts.exchange.base import NAME, Exchange
 from disttrain.experts.exchange.plan import ExpertCut
 from disttrain.experts.exchange.sizes import counts_of
-from disttrain.kernels.grouped.rows import ExpertOrder, sort_by_expert
+from disttrain.kernels.grouped.rows import ExpertOrder
 from disttrain.process_group import ProcessGroup, Work, all_to_all_single
 
-NAME = "experts"
 
-
-class AllToAll:
-    """Makes routes between the ranks of a group."""
+class AllToAll(Exchange):
+    """Sends what is there."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        self.group = group
+        super().__init__(group)
         self._host_buffers: list[torch.Tensor] = []
 
-    def __deepcopy__(self, _: object) -> AllToAll:
-        """Itself: copies of a module send over the same group."""
-        return self
-
     def route(self, order: ExpertOrder, num_experts: int, weights: torch.Tensor | None, most_rows: int) -> SizedRoute:
-        """Begin to exchange the sizes. Collective, as all that is done with a route; see `Exchange`."""
+        """Begin to exchange the sizes; see `Exchange`."""
         size = self.group.group_size
         cut = ExpertCut(num_experts, size)
         sizes = _packed(order.ends, cut, weights)
@@ -66,30 +62,30 @@ class SizedRoute:
             self._copied = torch.cuda.Event()
             self._copied.record()
         self._splits: tuple[list[int], list[int]] | None = None
-        self._arrival: ExpertOrder | None = None
+        self._arrival: ExpertOrder
         self.ends: torch.Tensor
 
     def start(self, rows: torch.Tensor, is_back: bool) -> tuple[torch.Tensor, Work]:
         sent, received = self._splits or self._read()
         num_sent, num_received = sum(sent), sum(received)
         if is_back:
-            if self._arrival is not None:
-                rows = rows.index_select(0, self._arrival.slots)
+            rows = rows.index_select(0, self._arrival.slots)
             sent, received = received, sent
             coming = rows.new_empty((self._num_home, rows.shape[1]))
-            # Assignments without an expert come last, and nothing comes for them.
-            coming[num_sent:] = 0
             output = coming[:num_sent]
+            if num_sent != self._num_home:
+                # Assignments without an expert come last, and nothing comes for them.
+                coming[num_sent:] = 0
         else:
             rows = rows[:num_sent]
             output = coming = rows.new_empty((num_received, rows.shape[1]))
-        return coming, all_to_all_single(output, rows.contiguous(), received, sent, self._group, async_op=True)
+        work = all_to_all_single(output, rows.contiguous(), received, sent, self._group, async_op=True)
+        assert work is not None
+        return coming, work
 
     def finish(self, coming: torch.Tensor, work: Work, is_back: bool) -> torch.Tensor:
         work.wait()
-        if is_back or self._arrival is None:
-            return coming
-        return coming.index_select(0, self._arrival.order)
+        return coming if is_back else coming.index_select(0, self._arrival.order)
 
     def _read(self) -> tuple[list[int], list[int]]:
         """Read the sizes, and learn from them how what comes is to be sorted."""
@@ -107,18 +103,10 @@ class SizedRoute:
             self._refuse([rank for rank, finding in enumerate(findings) if finding - finding])
         sent, received = table[:, :, :chunk].sum(-1).astype(int).tolist()
         self._splits = sent, received
-        experts = self._cut.experts_of(self._group.group_rank)
-        counts = sizes[1, :, : len(experts)]
-        if len(experts) < 2 or self._group.group_size == 1:
-            # It comes as it must lie.
-            self.ends = counts.sum(0).cumsum(0).to(torch.int32)
-        else:
-            numbers = torch.arange(len(experts), device=sizes.device).expand(self._group.group_size, -1)
-            chosen = torch.repeat_interleave(
-                numbers.reshape(-1), counts.to(torch.int64).reshape(-1), output_size=sum(received)
-            )
-            self._arrival = sort_by_expert(chosen, len(experts))
-            self.ends = self._arrival.ends
+        # Not the pad of a rank that has fewer experts than others.
+        counts = sizes[1, :, : len(self._cut.experts_of(self._group.group_rank))].to(torch.int64)
+        self._arrival = arrange(counts, sum(received))
+        self.ends = self._arrival.ends
         return self._splits
 
     def _refuse(self, ranks: list[int]) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 
 from disttrain.errors import MeshError, ShapeError
-from disttrain.experts.exchange.all_to_all import NAME, AllToAll
+from disttrain.experts.exchange.all_to_all import AllToAll
+from disttrain.experts.exchange.base import NAME, Exchange
 from disttrain.experts.exchange.legs import Leg, Route
 from disttrain.experts.exchange.padded import Padded
 from disttrain.experts.exchange.plan import ExpertCut
@@ -17,22 +19,6 @@ from disttrain.experts.exchange.sizes import keep_earliest, room_of
 from disttrain.kernels.grouped.rows import ExpertOrder, combine_rows, sort_by_expert, take_rows
 from disttrain.mesh import DeviceMesh, checked_mesh
 from disttrain.process_group import ProcessGroup
-
-
-class Exchange(Protocol):
-    """A way to exchange rows between the ranks of a group."""
-
-    @property
-    def group(self) -> ProcessGroup: ...
-
-    def route(self, order: ExpertOrder, num_experts: int, weights: torch.Tensor | None, most_rows: int) -> Route:
-        """Begin a route for one call of a layer. Collective, as all that is done with it.
-
-        Args: order      of this rank's assignments, by all ranks' experts.
-              weights    the assignments' weights: all ranks raise where one's are not finite, if the host looks.
-              most_rows  that this rank may send to one rank, whatever its tokens choose.
-        """
-        ...
 
 
 @dataclass(eq=False, slots=True)
@@ -53,9 +39,12 @@ class Dispatched:
 
 
 class Sending:
-    """Rows that have begun to go to their experts, and what must be known to end that."""
+    """Rows that have begun to go to their experts, and what must be known to end that.
 
-    __slots__ = ("_leg", "_rows", "_under_way", "num_dropped", "order", "weights")
+    `beside`: on GPUs on a stream of its own, so that the current one may compute what it is told meanwhile.
+    """
+
+    __slots__ = ("_leg", "_rows", "_stream", "_under_way", "num_dropped", "order", "weights")
 
     def __init__(
         self,
@@ -65,30 +54,41 @@ class Sending:
         exchange: Exchange | None,
         weights: torch.Tensor | None,
         capacity: float | None,
+        beside: bool,
     ) -> None:
-        order, most_rows = sort_by_expert(indices, num_experts), indices.numel()
         self.weights = weights
-        self.num_dropped: torch.Tensor | None = None
-        if capacity is not None:
-            room = room_of(capacity, most_rows, num_experts)
-            num_chosen = order.ends[-1]
-            order = keep_earliest(indices, order, num_experts, room)
-            self.num_dropped = num_chosen - order.ends[-1]
-            if exchange is not None:
-                most_rows = min(most_rows, room * ExpertCut(num_experts, exchange.group.group_size).chunk)
-        self.order = order
-        self._leg = None
-        if exchange is not None:
-            self._leg = Leg(exchange.route(order, num_experts, weights, most_rows), is_back=False)
-        # Meanwhile the sizes are under way.
-        self._rows: torch.Tensor | None = take_rows(x, order, indices.shape[1])
+        self._stream: torch.cuda.Stream | None = None
+        self._leg: Leg | None = None
         self._under_way: torch.Tensor | None = None
+        if exchange is not None and beside and x.is_cuda:
+            self._stream = exchange.stream(x.device)
+            self._stream.wait_stream(torch.cuda.current_stream(x.device))
+        with self._beside():
+            self.order, self.num_dropped = ordered(indices, num_experts, capacity)
+            if exchange is not None:
+                most_rows = indices.numel()
+                if capacity is not None:
+                    chunk = ExpertCut(num_experts, exchange.group.group_size).chunk
+                    most_rows = min(most_rows, room_of(capacity, most_rows, num_experts) * chunk)
+                route = exchange.route(self.order, num_experts, weights, most_rows)
+                self._leg = Leg(route, is_back=False)
+            # Meanwhile the sizes are under way.
+            self._rows: torch.Tensor | None = take_rows(x, self.order, indices.shape[1])
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether what is computed before `send` runs while sizes are under way, and the host waits for these."""
+        return self._stream is not None
 
     def send(self) -> None:
         """Begin to send the rows; the host waits for the sizes, where it has to know them."""
         rows, self._rows = self._rows, None
         assert rows is not None
-        self._under_way = rows if self._leg is None else self._leg.begin(rows)
+        if self._leg is None:
+            self._under_way = rows
+            return
+        with self._beside():
+            self._under_way = self._leg.begin(rows)
 
     def arrived(self) -> Dispatched:
         """The rows that have come to this rank's experts."""
@@ -96,8 +96,26 @@ class Sending:
         assert rows is not None
         if self._leg is None:
             return Dispatched(rows, self.order.ends, self.order, None, self.num_dropped)
-        rows, route = self._leg.end(rows), self._leg.route
-        return Dispatched(rows, route.ends, self.order, route, self.num_dropped)
+        coming, route = self._leg.coming, self._leg.route
+        if self._stream is not None and coming is not None:
+            current = torch.cuda.current_stream(coming.device)
+            current.wait_stream(self._stream)
+            for tensor in (coming, *self.order):
+                tensor.record_stream(current)
+        return Dispatched(self._leg.end(rows), route.ends, self.order, route, self.num_dropped)
+
+    def _beside(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+def ordered(indices: torch.Tensor, num_experts: int, capacity: float | None) -> tuple[ExpertOrder, torch.Tensor | None]:
+    """The assignments by expert, and with a capacity how many found no room, () on the device."""
+    order = sort_by_expert(indices, num_experts)
+    if capacity is None:
+        return order, None
+    num_chosen = order.ends[-1]
+    order = keep_earliest(indices, order, num_experts, room_of(capacity, indices.numel(), num_experts))
+    return order, num_chosen - order.ends[-1]
 
 
 def begin_dispatch(
@@ -109,8 +127,22 @@ def begin_dispatch(
     *,
     capacity: float | None = None,
     width: int | None = None,
+    beside: bool = False,
 ) -> Sending:
-    """Begin a dispatch over an exchange that is at hand. A rank that refuses its arguments tells the others."""
+    """Begin a dispatch over an exchange that is at hand."""
+    check_arguments(x, indices, num_experts, exchange, weights, width)
+    return Sending(x, indices, num_experts, exchange, weights, capacity, beside)
+
+
+def check_arguments(
+    x: torch.Tensor,
+    indices: torch.Tensor,
+    num_experts: int,
+    exchange: Exchange | None,
+    weights: torch.Tensor | None,
+    width: int | None,
+) -> None:
+    """Raise ShapeError for what does not fit. A rank that refuses its arguments tells the others."""
     problem = _problem(x, indices, num_experts, weights, width)
     if problem is not None:
         group = None if exchange is None else exchange.group
@@ -119,7 +151,6 @@ def begin_dispatch(
         if group is not None:
             group.refuse(NAME, error, "all_to_all_single")
         raise error
-    return Sending(x, indices, num_experts, exchange, weights, capacity)
 
 
 def dispatch(

@@ -6,7 +6,7 @@ in forward has its backward between them too, and a way needs no sizes of its ow
 
 from __future__ import annotations
 
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -43,10 +43,13 @@ class Leg:
 
     def begin(self, rows: torch.Tensor) -> torch.Tensor:
         """Begin to send `rows`. The result is for `end`, which gives the rows that come."""
-        return cast(torch.Tensor, _Begin.apply(rows, self))
+        under_way: torch.Tensor = _begin(rows, self)
+        return under_way
 
     def end(self, under_way: torch.Tensor) -> torch.Tensor:
-        return cast(torch.Tensor, _End.apply(under_way, self))
+        """The rows that have come."""
+        rows: torch.Tensor = _end(under_way, self)
+        return rows
 
 
 class _Begin(torch.autograd.Function):
@@ -79,3 +82,7 @@ class _End(torch.autograd.Function):
         leg = ctx.leg
         leg.reverse = Leg(leg.route, not leg.is_back)
         return leg.reverse.begin(grad), None
+
+
+_begin: Final[Any] = _Begin.apply
+_end: Final[Any] = _End.apply

@@ -9,30 +9,27 @@ from __future__ import annotations
 import torch
 
 from disttrain.errors import ShapeError
-from disttrain.experts.exchange.all_to_all import NAME
+from disttrain.experts.exchange.arrangement import arrange
+from disttrain.experts.exchange.base import NAME, Exchange
 from disttrain.experts.exchange.plan import ExpertCut
 from disttrain.experts.exchange.sizes import counts_of
-from disttrain.kernels.grouped.rows import ExpertOrder, sort_by_expert
+from disttrain.kernels.grouped.rows import ExpertOrder
 from disttrain.process_group import ProcessGroup, ReduceOp, Work, all_reduce, all_to_all_single
 
 
-class Padded:
-    """Makes routes between the ranks of a group.
+class Padded(Exchange):
+    """Sends as much as there may be.
 
     Args: most_rows  that one rank may send to another in any exchange; None: as many as the first exchange may need on
                      the rank that has most. Alike on all ranks.
     """
 
     def __init__(self, group: ProcessGroup, most_rows: int | None = None) -> None:
-        self.group = group
+        super().__init__(group)
         self.most_rows = most_rows
 
-    def __deepcopy__(self, _: object) -> Padded:
-        """Itself: copies of a module send over the same group."""
-        return self
-
     def route(self, order: ExpertOrder, num_experts: int, weights: torch.Tensor | None, most_rows: int) -> PaddedRoute:
-        """Begin to exchange the sizes. Collective, as all that is done with a route; see `Exchange`."""
+        """Exchange the sizes; see `Exchange`."""
         if self.most_rows is None:
             self.most_rows = self._agreed(most_rows, order.order.device)
         if most_rows > self.most_rows:
@@ -65,8 +62,11 @@ class PaddedRoute:
         self._received = torch.empty_like(self._sizes)
         all_to_all_single(self._received, self._sizes, group=group)
         self._ends_by_rank = self._sizes.sum(1).cumsum(0)
-        self._arrival = self._arrival_order()
-        self.ends = self._arrival.ends
+        # What is in a block behind its rows counts as one more expert's, which come last.
+        experts = cut.experts_of(group.group_rank)
+        rows = self._received[:, : len(experts)]
+        self._arrival = arrange(torch.cat((rows, most_rows - rows.sum(1, keepdim=True)), 1), rows.shape[0] * most_rows)
+        self.ends = self._arrival.ends[:-1]
 
     def start(self, rows: torch.Tensor, is_back: bool) -> tuple[torch.Tensor, Work]:
         size, width = self._cut.num_ranks * self._most_rows, rows.shape[1]
@@ -100,12 +100,3 @@ class PaddedRoute:
         begins = self._ends_by_rank - self._sizes.sum(1)
         slots = ranks * self._most_rows + numbers - begins[ranks]
         return torch.where(is_sent, slots, self._cut.num_ranks * self._most_rows)
-
-    def _arrival_order(self) -> ExpertOrder:
-        """The order by experts of what comes; what is no row comes last."""
-        num_local = len(self._cut.experts_of(self._group.group_rank))
-        ends = self._received.cumsum(1)
-        numbers = torch.arange(self._most_rows, device=ends.device).expand(self._cut.num_ranks, -1).contiguous()
-        # Past the last end it is the number of experts, or more: none.
-        chosen = torch.searchsorted(ends, numbers, right=True)
-        return sort_by_expert(chosen.masked_fill(numbers >= ends[:, -1:], num_local), num_local)

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from disttrain.kernels.grouped.form import GatedForm
-from disttrain.kernels.grouped.products import expert_mlp, grouped_linear
+from disttrain.kernels.grouped.products import GateUp, expert_mlp, grouped_linear, mix_experts
+from disttrain.kernels.grouped.rows import ExpertOrder, combine_rows, take_rows
 
 
 class Stacks(NamedTuple):
@@ -56,20 +57,37 @@ class Computation:
         if not len(ends):
             # A rank without experts has a backward all the same: the others exchange rows with it.
             return rows + sum((part.sum() for part in stacks.tensors()), rows.new_zeros(()))
-        into = stacks.into[::-1] if self.is_reversed else stacks.into
-        biases = stacks.into_bias[::-1] if self.is_reversed else stacks.into_bias
-        if len(into) == 2 and (biases or self.gated is None):
-            dim = 2 if self.is_transposed else 1
-            into, biases = (torch.cat(into, dim),), (torch.cat(biases, 1),) if biases else ()
-        bias = biases[0] if biases else None
+        into, bias = self._into(stacks)
         if self.gated is not None:
-            both: Any = into if len(into) == 2 else into[0]
-            out = expert_mlp(rows, ends, both, stacks.down, self.gated, gate_up_bias=bias, down_bias=stacks.down_bias)
+            out = expert_mlp(rows, ends, into, stacks.down, self.gated, gate_up_bias=bias, down_bias=stacks.down_bias)
         else:
-            first = grouped_linear(rows, into[0], ends, bias, is_transposed=self.is_transposed)
+            both = into if isinstance(into, torch.Tensor) else torch.cat(into, 2 if self.is_transposed else 1)
+            first = grouped_linear(rows, both, ends, bias, is_transposed=self.is_transposed)
             hidden = self._activated(module, first)
             out = grouped_linear(hidden, stacks.down, ends, stacks.down_bias, is_transposed=self.is_transposed)
         return named(module, self.norm)(out) if self.norm else out
+
+    def mixed(
+        self, module: nn.Module, x: torch.Tensor, order: ExpertOrder, weights: torch.Tensor, stacks: Stacks
+    ) -> torch.Tensor:
+        """Computes each token's weighted sum, where all experts are here: in one operator where there is one."""
+        if self.gated is None or self.norm:
+            rows = self.outputs(module, take_rows(x, order, weights.shape[1]), order.ends, stacks)
+            return combine_rows(rows, order, weights)
+        into, bias = self._into(stacks)
+        return mix_experts(
+            x, order, weights, into, stacks.down, self.gated, gate_up_bias=bias, down_bias=stacks.down_bias
+        )
+
+    def _into(self, stacks: Stacks) -> tuple[GateUp, torch.Tensor | None]:
+        """Gate's and up's weights, in one tensor where they have biases, and those."""
+        into, biases = (part[::-1] if self.is_reversed else part for part in (stacks.into, stacks.into_bias))
+        if len(into) == 1:
+            return into[0], biases[0] if biases else None
+        if biases:
+            return torch.cat(into, 2 if self.is_transposed else 1), torch.cat(biases, 1)
+        gate, up = into
+        return (gate, up), None
 
     def _activated(self, module: nn.Module, first: torch.Tensor) -> torch.Tensor:
         function = FUNCTIONS.get(self.activation) or named(module, self.activation)

@@ -15,6 +15,7 @@ from disttrain.experts.expert_layer import ExpertLayer
 from disttrain.experts.hidden_cut import hidden_placements
 from disttrain.experts.models.computation import Computation, named
 from disttrain.experts.models.stacked import StackedWeights
+from disttrain.kernels.grouped.rows import ExpertOrder
 
 
 class StackedExperts(ExpertLayer):
@@ -54,6 +55,10 @@ class StackedExperts(ExpertLayer):
     def compute(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """This rank's experts on rows that are sorted by them."""
         return self._how.outputs(self, rows, ends, self._weights.stacks(self, len(ends)))
+
+    def mix_here(self, x: torch.Tensor, order: ExpertOrder, weights: torch.Tensor) -> torch.Tensor:
+        """The forward where all experts are here, and tokens are sorted already."""
+        return self._how.mixed(self, x, order, weights, self._weights.stacks(self, len(order.ends)))
 
 
 def routed(layer: ExpertLayer, *values: Any) -> torch.Tensor:

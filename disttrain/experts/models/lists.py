@@ -16,6 +16,7 @@ from disttrain.experts.expert_layer import ExpertLayer, local_part
 from disttrain.experts.models.computation import Computation, Stacks, named
 from disttrain.experts.models.stacking import lie_evenly, stacked
 from disttrain.kernels._torch import has_hooks
+from disttrain.kernels.grouped.rows import ExpertOrder
 from disttrain.mesh import DeviceMesh
 from disttrain.process_group import broadcast
 
@@ -124,6 +125,13 @@ class ListedExperts(ExpertLayer):
         sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
         *parts, rest = rows.split([*sizes, len(rows) - sum(sizes)])
         return torch.cat([*(expert(part) for expert, part in zip(experts, parts, strict=True)), rest * 0])
+
+    def mix_here(self, x: torch.Tensor, order: ExpertOrder, weights: torch.Tensor) -> torch.Tensor:
+        """The forward where all experts are here, and tokens are sorted already."""
+        experts: list[Any] = list(self)  # type: ignore[call-overload]
+        if not all(self._is_plain(expert) for expert in experts):
+            return super().mix_here(x, order, weights)
+        return self._how.mixed(experts[0], x, order, weights, self._weights.stacks(experts))
 
     def _is_plain(self, expert: nn.Module) -> bool:
         if type(expert) is not self._expert or has_hooks(expert):

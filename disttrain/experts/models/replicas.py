@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -13,8 +14,10 @@ from disttrain.experts.models._torch import copied
 
 _SMALL: Final = 1 << 20
 """Elements of a module that is copied at its own size."""
-_TOLERANCE: Final = 1e-6
-"""Of the greatest value. Some modules compute in fp32 whatever they are given."""
+WIDE: Final = 1e-11
+"""What rounding makes of results in fp64, relative to the greatest value."""
+NARROW: Final = 1e-6
+"""In fp32."""
 
 Results = tuple[list[torch.Tensor], list[torch.Tensor]]
 
@@ -86,11 +89,12 @@ def _buffer(value: torch.Tensor) -> torch.Tensor:
     return value.double() if value.is_floating_point() else value.clone()
 
 
-def results(module: nn.Module, forward: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Results:
+def results(
+    module: nn.Module, forward: Callable[..., Any], inputs: Sequence[torch.Tensor], *, with_grads: bool = True
+) -> Results:
     """The tensors that a forward gives, and their gradients in the module's parameters and in the inputs."""
-    given = [value.clone().requires_grad_(value.is_floating_point()) for value in inputs]
-    targets = [each for each in (*module.parameters(), *given) if each.requires_grad]
-    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+    given = [value.clone().requires_grad_(with_grads and value.is_floating_point()) for value in inputs]
+    with torch.set_grad_enabled(with_grads), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         # Some forwards write to what they are given, which a leaf forbids.
         out = forward(module, *[value * 1 if value.is_floating_point() else value for value in given])
@@ -101,22 +105,27 @@ def results(module: nn.Module, forward: Callable[..., Any], inputs: Sequence[tor
         for value in tensors
         if value.requires_grad
     ]
-    grads = torch.autograd.grad(sum(losses, torch.zeros(())), targets, allow_unused=True) if losses else []
+    if not losses:
+        return tensors, []
+    targets = [each for each in (*module.parameters(), *given) if each.requires_grad]
+    grads = torch.autograd.grad(sum(losses, torch.zeros(())), targets, allow_unused=True)
     return tensors, [
         torch.zeros_like(target) if grad is None else grad for grad, target in zip(grads, targets, strict=True)
     ]
 
 
-def are_same(first: Results, second: Results) -> bool:
-    """True if two results have the same tensors, but for rounding in fp32, and neither nan nor inf."""
+def difference_of(first: Results, second: Results) -> float:
+    """The greatest difference of two results, relative to a tensor's greatest value; inf where they are not alike."""
     ones, twos = [*first[0], *first[1]], [*second[0], *second[1]]
     if len(first[0]) != len(second[0]) or len(ones) != len(twos):
-        return False
-    return all(one.shape == two.shape and one.dtype == two.dtype and _is_near(one, two) for one, two in zip(ones, twos))
+        return math.inf
+    if any(one.shape != two.shape or one.dtype != two.dtype for one, two in zip(ones, twos, strict=True)):
+        return math.inf
+    return max((_difference(one.double(), two.double()) for one, two in zip(ones, twos, strict=True)), default=math.inf)
 
 
-def _is_near(one: torch.Tensor, two: torch.Tensor) -> bool:
-    if not one.numel():
-        return True
-    difference = (one.double() - two.double()).abs().max()
-    return bool(one.isfinite().all()) and bool(difference <= _TOLERANCE * one.double().abs().max())
+def _difference(one: torch.Tensor, two: torch.Tensor) -> float:
+    difference, size = ((one - two).abs().max().item(), one.abs().max().item()) if one.numel() else (0.0, 0.0)
+    if math.isfinite(difference) and math.isfinite(size):
+        return 0.0 if difference == 0 else difference / size if size else math.inf
+    return math.inf
