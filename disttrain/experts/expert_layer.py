@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 import torch
 from torch import nn
@@ -16,6 +16,8 @@ from disttrain.experts.tensor_parallel import ExpertTensorParallel
 from disttrain.kernels.grouped.rows import ExpertOrder, combine_rows, take_rows
 from disttrain.mesh import DeviceMesh
 from disttrain.tp import ParallelStyle
+
+NOT_IN_GRAPHS: Final = "experts' rows go to other ranks, by sizes that the host reads: compile with fullgraph=False"
 
 
 class ExpertLayer(nn.Module):
@@ -73,6 +75,10 @@ class ExpertLayer(nn.Module):
             order, self.num_dropped = ordered(indices, num_experts, self.capacity)
             sums = self.mix_here(x, order, weights)
             return sums if self.hidden_cut is None else self.hidden_cut.leaving(sums)
+        return self._mix_over_ranks(x, indices, weights)
+
+    @torch.compiler.disable(reason=NOT_IN_GRAPHS)
+    def _mix_over_ranks(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         sending = self.begin(x, indices, weights)
         sending.send()
         return self.finish(sending)
@@ -110,12 +116,14 @@ class ExpertLayer(nn.Module):
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter, through which its gradient goes; of a bias that several ranks add, whose results
-    are summed up, a share."""
-    if not isinstance(parameter, DTensor):
-        return parameter
-    wholes = [axis for axis, placement in enumerate(parameter.placements) if placement.cut_dim is None]
-    if not wholes:
-        return parameter.to_local()
-    grads = [placement if placement.cut_dim is not None else Partial() for placement in parameter.placements]
-    return parameter.to_local(grad_placements=grads) / math.prod(parameter.device_mesh.shape[axis] for axis in wholes)
+    """This rank's part of a parameter, through which its gradient goes."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def local_share(bias: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+    """What this rank adds of a bias of outputs: a share of it where ranks sum up what they have of these."""
+    hidden_cut: HiddenCut | None = getattr(layer, "hidden_cut", None)
+    if hidden_cut is None or not isinstance(bias, DTensor):
+        return local_part(bias)
+    grads = [Partial() if placement.cut_dim is None else placement for placement in bias.placements]
+    return bias.to_local(grad_placements=grads) / hidden_cut.mesh.size()

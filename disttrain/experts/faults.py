@@ -50,17 +50,20 @@ def is_layer(module: nn.Module) -> bool:
 class _Telling(nn.Module):
     _told_groups: tuple[ProcessGroup, ...]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+
+@functools.cache
+def _telling(cls: type[nn.Module]) -> type[nn.Module]:
+    # Named here, not by super(): Dynamo does not find that of a class that was made while the program runs.
+    as_ever = cls.forward
+
+    def forward(self: _Telling, *args: Any, **kwargs: Any) -> Any:
         try:
-            return super().forward(*args, **kwargs)
+            return as_ever(self, *args, **kwargs)
         except Exception as error:
             for group in self._told_groups:
                 tell_of(error, group)
             raise
 
-
-@functools.cache
-def _telling(cls: type[nn.Module]) -> type[nn.Module]:
     # Under the name that it has: reprs and policies go by that.
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (_Telling, cls), names)
+    return type(cls.__name__, (_Telling, cls), {**names, "forward": functools.wraps(as_ever)(forward)})

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from disttrain.dtensor import Placement, Replicate, Shard, StridedShard
-from disttrain.experts.expert_layer import ExpertLayer, local_part
+from disttrain.experts.expert_layer import NOT_IN_GRAPHS, ExpertLayer, local_part, local_share
 from disttrain.experts.hidden_cut import hidden_placements
 from disttrain.kernels.grouped.form import GatedForm
 from disttrain.kernels.grouped.products import expert_mlp, mix_experts
@@ -124,7 +124,7 @@ class Experts(ExpertLayer):
             local_part(self.gate_up_proj),
             local_part(self.down_proj),
             None if gate_up_bias is None else local_part(gate_up_bias),
-            None if down_bias is None else local_part(down_bias),
+            None if down_bias is None else local_share(down_bias, self),
         )
 
     def extra_repr(self) -> str:
@@ -162,12 +162,19 @@ class MixtureOfExperts(nn.Module):
         if shared_experts is None or experts.exchange is None:
             out = experts(tokens, indices, weights).view(x.shape)
             return out if shared_experts is None else out + shared_experts(x)
-        sending = experts.begin(tokens, indices, weights, beside=True)
-        if sending.is_beside:
-            # The GPU computes while the host waits for the sizes.
-            shared = shared_experts(x)
-            sending.send()
-        else:
-            sending.send()
-            shared = shared_experts(x)
-        return experts.finish(sending).view(x.shape) + shared
+        return _beside_shared(experts, shared_experts, x, indices, weights)
+
+
+@torch.compiler.disable(reason=NOT_IN_GRAPHS)
+def _beside_shared(
+    experts: Experts, shared_experts: nn.Module, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    sending = experts.begin(x.reshape(-1, x.shape[-1]), indices, weights, beside=True)
+    if sending.is_beside:
+        # The GPU computes while the host waits for the sizes.
+        shared = shared_experts(x)
+        sending.send()
+    else:
+        sending.send()
+        shared = shared_experts(x)
+    return experts.finish(sending).view(x.shape) + shared

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from disttrain.experts.expert_layer import local_part
+from disttrain.experts.expert_layer import local_part, local_share
 from disttrain.experts.models.computation import Stacks, named
 
 _NAMES: Final = (
@@ -61,7 +61,7 @@ class StackedWeights:
             into = tuple(weight.view(num_experts, -1, weight.shape[1]) for weight in into)
             down = down.view(num_experts, -1, down.shape[1]).transpose(1, 2)
         biases = tuple(local_part(named(module, name)) for name in self.into_bias)
-        down_bias = local_part(named(module, self.down_bias)) if self.down_bias else None
+        down_bias = local_share(named(module, self.down_bias), module) if self.down_bias else None
         return Stacks(into, down, biases, down_bias)
 
     def width_of(self, module: nn.Module) -> int:

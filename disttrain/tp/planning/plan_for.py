@@ -22,7 +22,7 @@ from disttrain.tp.modules import check_module
 from disttrain.tp.planning.table import Entry, ParallelPlan
 from disttrain.tp.prepare import PrepareModuleInput
 from disttrain.tp.replicated import ReplicatedParallel
-from disttrain.tp.styles import ColwiseParallel, RowwiseParallel
+from disttrain.tp.styles import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 _NORMS = ("RMSNorm", "LayerNorm")
 _OUTPUTS = re.compile(r"(^|_)(o|out|output|proj|dense|wo)(_|$)")
@@ -56,19 +56,11 @@ def plan_for(
     dim = _hidden_size(model)
     entries: list[Entry] = []
     inside: set[str] = set()
-    experts = {name for name, module in model.named_modules() if _is_of_experts(module)}
+    of_experts = {name for name, module in model.named_modules() if _is_of_experts(model, name, module, dim)}
     for name, module in model.named_modules():
-        if name in experts:
-            style = cast(Any, module).style_along_hidden(cuts_tokens=cuts_sequence)
-            entries += [] if style is None else [Entry(name, style, module, dim)]
-            inside.add(name)
-            continue
-        if _is_inside(name, experts):
-            continue
-        if _is_beside_experts(model, name) and _pair_of(module, dim) is None:
-            # Of a router each rank needs all, of its own tokens.
-            if cuts_sequence and any(True for _ in module.parameters()):
-                entries.append(Entry(name, ReplicatedParallel(), module, dim))
+        if name in of_experts:
+            entries += _cut_experts(name, module, dim, cuts_sequence=cuts_sequence)
+        if name in of_experts or _is_inside(name, of_experts):
             continue
         pair = _pair_of(module, dim)
         if pair is not None:
@@ -85,7 +77,7 @@ def plan_for(
             entries.append(Entry(name, SequenceParallel(use_local_output=True), module, dim))
         elif matrix_of(module) is not None and not _has_owner(name, model, dim):
             entries.append(Entry(name, _head_style(cuts_sequence, loss_parallel), module, dim))
-    if not inside:
+    if not inside | of_experts:
         raise ShardingError(
             "plan_for",
             f"{type(model).__name__} has no module whose own linear layers widen the hidden size and bring it back.",
@@ -213,14 +205,23 @@ def _head_dim(module: nn.Module) -> int | None:
     return None
 
 
-def _is_of_experts(module: nn.Module) -> bool:
-    return hasattr(module, "style_along_hidden")
-
-
-def _is_beside_experts(model: nn.Module, name: str) -> bool:
-    """True for a child of a module that has a layer of experts, too."""
+def _is_of_experts(model: nn.Module, name: str, module: nn.Module, dim: int) -> bool:
+    """True for a layer of experts, and for what stands beside one and is no MLP that all tokens pass: a router."""
+    if hasattr(module, "style_along_hidden"):
+        return True
     parent = model.get_submodule(name.rpartition(".")[0])
-    return bool(name) and any(_is_of_experts(child) for child in parent.children())
+    is_beside = bool(name) and any(hasattr(child, "style_along_hidden") for child in parent.children())
+    return is_beside and all(_pair_of(part, dim) is None for part in module.modules())
+
+
+def _cut_experts(name: str, module: nn.Module, dim: int, *, cuts_sequence: bool) -> list[Entry]:
+    style: ParallelStyle | None = None
+    if hasattr(module, "style_along_hidden"):
+        style = cast(Any, module).style_along_hidden(cuts_tokens=cuts_sequence)
+    elif cuts_sequence and any(True for _ in module.parameters()):
+        # Each rank needs all of it, for its own tokens.
+        style = ReplicatedParallel()
+    return [] if style is None else [Entry(name, style, module, dim)]
 
 
 def _is_norm(module: nn.Module) -> bool:
