@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from disttrain.experts.exchange.dispatch import Dispatched, combine, dispatch
 from disttrain.experts.layer import Experts, MixtureOfExperts
+from disttrain.experts.models.use import Adopted, Left, Taken, use_experts
 from disttrain.experts.shard import ExpertParallel, shard_experts
+from disttrain.experts.tensor_parallel import ExpertTensorParallel
 
 __all__ = [
+    "Adopted",
     "Dispatched",
     "ExpertParallel",
+    "ExpertTensorParallel",
     "Experts",
+    "Left",
     "MixtureOfExperts",
+    "Taken",
     "combine",
     "dispatch",
     "shard_experts",
+    "use_experts",
 ]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 
 from disttrain.errors import DisttrainError
-from disttrain.experts.exchange.base import NAME, Exchange
+from disttrain.experts.exchange.base import NAME
 from disttrain.process_group import ProcessGroup
 from disttrain.process_group.watching.refusals import ANY
 
@@ -26,31 +26,48 @@ def tell_of(error: Exception, group: ProcessGroup) -> None:
         error.add_note(f"The other ranks could not be told: {reason}")
 
 
-def tells(module: nn.Module, exchange: Exchange) -> None:
-    """Have `module` tell the exchange's ranks of errors in its forward."""
+def tells(module: nn.Module, group: ProcessGroup) -> None:
+    """Have `module` tell the ranks of `group`, too, of errors in its forward."""
     if not isinstance(module, _Telling):
         module.__class__ = _telling((type(module),))
-    module._told_exchange = exchange  # type: ignore[assignment]
+        setattr(module, _TOLD_GROUPS, ())
+    setattr(module, _TOLD_GROUPS, (*getattr(module, _TOLD_GROUPS), group))
+
+
+def let_tell(module: nn.Module, group: ProcessGroup) -> None:
+    """Have `module`, and each module in it that has a layer of experts, where routers raise, tell `group` of errors."""
+    tells(module, group)
+    for parent in list(module.modules()):
+        if any(is_layer(child) for child in parent.children()):
+            tells(parent, group)
+
+
+def is_layer(module: nn.Module) -> bool:
+    """True for a layer of experts."""
+    return hasattr(module, "expert_tensors")
 
 
 class _Telling(nn.Module):
-    _told_exchange: Exchange
+    _told_groups: tuple[ProcessGroup, ...]
+
+
+_TOLD_GROUPS: Final = "_told_groups"
 
 
 @functools.cache
 def _telling(classes: tuple[type[nn.Module]]) -> type[nn.Module]:
     (cls,) = classes
-    inner = cls.forward
+    # Named here, not by super(): Dynamo does not find that of a class that was made while the program runs.
+    as_ever = cls.forward
 
-    # Others look at the arguments that a model's forward takes.
-    @functools.wraps(inner)
     def forward(self: _Telling, *args: Any, **kwargs: Any) -> Any:
         try:
-            return inner(self, *args, **kwargs)
+            return as_ever(self, *args, **kwargs)
         except Exception as error:
-            tell_of(error, self._told_exchange.group)
+            for group in self._told_groups:
+                tell_of(error, group)
             raise
 
     # Under the name that it has: reprs and policies go by that.
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "forward": forward}
-    return type(cls.__name__, (_Telling, cls), names)
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (_Telling, cls), {**names, "forward": functools.wraps(as_ever)(forward)})

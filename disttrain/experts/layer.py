@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from disttrain.experts.exchange.base import Exchange
-from disttrain.experts.exchange.dispatch import Sending, begin_dispatch, check_arguments, combine, ordered
+from disttrain.dtensor import Placement, Replicate, Shard, StridedShard
+from disttrain.experts.expert_layer import NOT_IN_GRAPHS, ExpertLayer, local_part, local_share
+from disttrain.experts.hidden_cut import hidden_placements
 from disttrain.kernels.grouped.form import GatedForm
 from disttrain.kernels.grouped.products import expert_mlp, mix_experts
+from disttrain.kernels.grouped.rows import ExpertOrder
 
 
-class Experts(nn.Module):
+class Experts(ExpertLayer):
     """Gated experts whose weights lie one behind the other, with the parameter names of transformers.
 
     Parameters: gate_up_proj  (experts, 2 H, D);  down_proj  (experts, D, H);  transposed as `form` says.
@@ -28,12 +31,6 @@ class Experts(nn.Module):
     form: GatedForm
     gate_up_proj_bias: nn.Parameter | None
     down_proj_bias: nn.Parameter | None
-    exchange: Exchange | None = None
-    """Between the ranks that share the experts; None where all are here."""
-    capacity: float | None = None
-    """An expert takes at most so many times its even share of each rank's assignments; None: all."""
-    num_dropped: torch.Tensor | None = None
-    """() on the device: this rank's assignments that found no room in the last forward; None without a capacity."""
 
     def __init__(
         self,
@@ -81,33 +78,30 @@ class Experts(nn.Module):
         Raises:  ShapeError when shapes or dtypes don't fit, or, with other ranks, weights are not finite.
         Collective: every rank of the axis that the experts lie along, and again in backward.
         """
-        if self.exchange is None:
-            return self._mixed(x, indices, weights)
-        sending = self.begin(x, indices, weights)
-        sending.send()
-        return self.finish(sending, weights)
+        return self.mix(x, indices, weights)
 
-    def begin(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, *, beside: bool = False) -> Sending:
-        """Begin to send tokens to their experts: `send` of the result goes on with that, `finish` computes.
+    def count_experts(self) -> int:
+        """The experts of all ranks."""
+        return self.num_experts
 
-        `beside`: something is computed before `finish`, while rows are under way.
-        """
-        return begin_dispatch(
-            x,
-            indices,
-            self.num_experts,
-            self.exchange,
-            weights,
-            capacity=self.capacity,
-            width=self._width,
-            beside=beside,
+    def expert_width(self) -> int:
+        """The columns of the rows that experts take."""
+        return self.down_proj.shape[2 if self.form.is_transposed else 1]
+
+    def hidden_cuts(self) -> Sequence[Placement]:
+        """How each of `expert_tensors` is cut along the hidden dim of experts."""
+        form = self.form
+        into, back = hidden_placements(
+            is_transposed=form.is_transposed, is_interleaved=form.is_interleaved, is_fused=True
         )
-
-    def finish(self, sending: Sending, weights: torch.Tensor) -> torch.Tensor:
-        """Compute the experts on the rows that have come, and give each token its own."""
-        dispatched = sending.arrived()
-        self.num_dropped = dispatched.num_dropped
-        return combine(self.compute(dispatched.rows, dispatched.ends), dispatched, weights)
+        into_bias = Shard(1) if form.is_interleaved else StridedShard(1, 2)
+        of_name = {
+            "gate_up_proj": into,
+            "down_proj": back,
+            "gate_up_proj_bias": into_bias,
+            "down_proj_bias": Replicate(),
+        }
+        return [of_name[name] for _, name, _ in self.expert_tensors()]
 
     def compute(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """This rank's experts on rows that are sorted by them."""
@@ -118,10 +112,8 @@ class Experts(nn.Module):
             return rows + sum(used)
         return expert_mlp(rows, ends, gate_up, down, self.form, gate_up_bias=gate_up_bias, down_bias=down_bias)
 
-    def _mixed(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def mix_here(self, x: torch.Tensor, order: ExpertOrder, weights: torch.Tensor) -> torch.Tensor:
         """The forward where all experts are here."""
-        check_arguments(x, indices, self.num_experts, None, weights, self._width)
-        order, self.num_dropped = ordered(indices, self.num_experts, self.capacity)
         gate_up, down, gate_up_bias, down_bias = self._parts()
         return mix_experts(x, order, weights, gate_up, down, self.form, gate_up_bias=gate_up_bias, down_bias=down_bias)
 
@@ -129,15 +121,11 @@ class Experts(nn.Module):
         """This rank's experts' weights and biases, through which their gradients go."""
         gate_up_bias, down_bias = self.gate_up_proj_bias, self.down_proj_bias
         return (
-            _local(self.gate_up_proj),
-            _local(self.down_proj),
-            None if gate_up_bias is None else _local(gate_up_bias),
-            None if down_bias is None else _local(down_bias),
+            local_part(self.gate_up_proj),
+            local_part(self.down_proj),
+            None if gate_up_bias is None else local_part(gate_up_bias),
+            None if down_bias is None else local_share(down_bias, self),
         )
-
-    @property
-    def _width(self) -> int:
-        return self.down_proj.shape[2 if self.form.is_transposed else 1]
 
     def extra_repr(self) -> str:
         gate_up = self.gate_up_proj.shape
@@ -173,19 +161,25 @@ class MixtureOfExperts(nn.Module):
         experts, shared_experts = self.experts, self.shared_experts
         if shared_experts is None or experts.exchange is None:
             out: torch.Tensor = experts(tokens, indices, weights).view(x.shape)
-            return out if shared_experts is None else out + shared_experts(x)
-        sending = experts.begin(tokens, indices, weights, beside=True)
-        if not sending.is_beside:
-            sending.send()
-        shared: torch.Tensor = shared_experts(x)
-        if sending.is_beside:
-            # The GPU computes the shared experts while the host waits for the sizes.
-            sending.send()
-        return experts.finish(sending, weights).view(x.shape) + shared
+            if shared_experts is not None:
+                out = out + shared_experts(x)
+        else:
+            out = _beside_shared(experts, shared_experts, x, indices, weights)
+        counters: Any = getattr(self.router, "counters", None)
+        if counters is not None and self.training and experts.num_dropped is not None:
+            counters.add_dropped(experts.num_dropped)
+        return out
 
 
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter, through which its gradient goes."""
-    to_local = getattr(parameter, "to_local", None)
-    local: torch.Tensor = parameter if to_local is None else to_local()
-    return local
+@torch.compiler.disable(reason=NOT_IN_GRAPHS)  # type: ignore[untyped-decorator]
+def _beside_shared(
+    experts: Experts, shared_experts: nn.Module, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    sending = experts.begin(x.reshape(-1, x.shape[-1]), indices, weights, beside=True)
+    if not sending.is_beside:
+        sending.send()
+    shared: torch.Tensor = shared_experts(x)
+    if sending.is_beside:
+        # The GPU computes the shared experts while the host waits for the sizes.
+        sending.send()
+    return experts.finish(sending).view(x.shape) + shared

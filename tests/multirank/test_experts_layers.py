@@ -216,6 +216,28 @@ def test_each_expert_keeps_the_earliest(size: int, capacity: float, exchange: st
     run_threads(size, body)
 
 
+def test_a_router_that_counts_is_told_what_was_dropped() -> None:
+    class Counters:
+        num_dropped = 0
+
+        def add_dropped(self, num_dropped: torch.Tensor) -> None:
+            self.num_dropped += int(num_dropped)
+
+    def body() -> None:
+        model = mixture()
+        model.router.counters = Counters()
+        shard_experts(model, ep_mesh(), capacity=0.01)
+        # One row of each expert has room.
+        model(torch.randn(30, HIDDEN, dtype=torch.float64))
+        counted = model.router.counters.num_dropped
+        assert 60 > counted >= 55
+        model.eval()
+        model(torch.randn(30, HIDDEN, dtype=torch.float64))
+        assert model.router.counters.num_dropped == counted
+
+    run_threads(2, body)
+
+
 def test_dispatch_and_combine_are_inverse() -> None:
     def body() -> None:
         x, indices, weights = tokens(disttrain.get_rank(), 4, 2, 3)
@@ -310,7 +332,7 @@ def test_meshes_and_modules_that_do_not_fit() -> None:
         with pytest.raises(ShardingError, match="Linear has no experts"):
             shard_experts(nn.Linear(2, 2), mesh["dp"])
         shard_experts(layer, mesh["dp"])
-        with pytest.raises(ShardingError, match="is a DTensor already"):
+        with pytest.raises(ShardingError, match="is divided already"):
             shard_experts(layer, mesh["dp"])
 
     run_threads(2, body)

@@ -26,8 +26,14 @@ class AllToAll(Exchange):
 
     def route(self, order: ExpertOrder, num_experts: int, weights: torch.Tensor | None, most_rows: int) -> SizedRoute:
         """Begin to exchange the sizes; see `Exchange`."""
-        size = self.group.group_size
-        cut = ExpertCut(num_experts, size)
+        if order.ends.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise CompileError(
+                NAME,
+                "the host reads the sizes of an exchange, and no recording can wait for the host.",
+                "Call shard_experts with exchange='padded', or 'peers' on one host.",
+                rank=self.group.world.rank,
+            )
+        cut = ExpertCut(num_experts, self.group.group_size)
         sizes = packed(order.ends, cut, weights)
         work = all_to_all_single(sizes[1], sizes[0], group=self.group, async_op=True)
         assert work is not None
@@ -53,13 +59,6 @@ class SizedRoute:
         self._cut = cut
         self._sizes = sizes
         self._num_home = len(order.order)
-        if sizes.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise CompileError(
-                NAME,
-                "the host reads the sizes of an exchange, and no recording can wait for the host.",
-                "Call shard_experts with exchange='padded', or 'peers' on one host.",
-                rank=self._group.world.rank,
-            )
         work.wait()
         self._host: torch.Tensor | None = None
         self._copied: torch.cuda.Event | None = None
