@@ -287,6 +287,24 @@ def test_nobody_waits_for_a_rank_that_raises(how: str, text: str) -> None:
     assert time.monotonic() - since_s < 10
 
 
+@on_ranks(2, timeout_s=30)
+def test_nobody_waits_in_backward_for_a_rank_whose_forward_has_raised() -> None:
+    model = shard_experts(Model(), ep_mesh())
+    x = torch.randn(2, 3, HIDDEN, dtype=torch.float64)
+    disttrain.barrier()
+    since_s = time.monotonic()
+    if disttrain.get_rank() == 1:
+        model.head.register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(x)
+        time.sleep(1)
+    else:
+        loss = model(x).sum()
+        with pytest.raises(CollectiveMismatchError, match="rank 1 refused experts: .*division by zero"):
+            loss.backward()
+    assert time.monotonic() - since_s < 10
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_all_ranks_raise_for_weights_of_one_that_are_not_finite(bad: float) -> None:
@@ -310,6 +328,7 @@ def test_bad_input_raises_alike_on_all_ranks() -> None:
         ((x, indices[:2], weights[:2]), "for x of 3 tokens"),
         ((x, indices, weights[:, :1]), r"weights are .* \(3, 1\) for indices of shape \(3, 2\)"),
         ((x[None], indices, weights), r"x is torch.float64 of shape \(1, 3, 12\)"),
+        ((x, indices[:, :0], weights[:, :0]), "each token has 0 experts"),
         ((x, indices.repeat(1, 3), weights.repeat(1, 3)), "each token has 6 experts, and there are 4"),
     ):
         with pytest.raises(ShapeError, match=text):

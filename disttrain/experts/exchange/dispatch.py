@@ -238,10 +238,10 @@ def _problem(
         return f"x has {x.shape[1]} columns, and the experts take {width}.", "Give rows as wide as the weights."
     if indices.dim() != 2 or len(indices) != len(x) or indices.dtype not in _INDEX_DTYPES:
         return f"indices are {_shown(indices)} for x of {len(x)} tokens.", "Give integers of shape (tokens, k)."
-    if indices.shape[1] > num_experts:
+    if not 1 <= indices.shape[1] <= num_experts:
         return (
             f"each token has {indices.shape[1]} experts, and there are {num_experts}.",
-            "Choose as many as there are, at most.",
+            "Choose one at least, and as many as there are at most.",
         )
     if weights is not None and (weights.shape != indices.shape or not weights.is_floating_point()):
         return f"weights are {_shown(weights)} for indices of shape {tuple(indices.shape)}.", "Give one per index."
