@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -21,7 +21,8 @@ from disttrain.tp.layers.sequence import SequenceParallel
 from disttrain.tp.modules import check_module
 from disttrain.tp.planning.table import Entry, ParallelPlan
 from disttrain.tp.prepare import PrepareModuleInput
-from disttrain.tp.styles import ColwiseParallel, RowwiseParallel
+from disttrain.tp.replicated import ReplicatedParallel
+from disttrain.tp.styles import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 _NORMS = ("RMSNorm", "LayerNorm")
 _OUTPUTS = re.compile(r"(^|_)(o|out|output|proj|dense|wo)(_|$)")
@@ -39,7 +40,8 @@ def plan_for(
 
     Known are embeddings, norms, and modules that hold the linear layers of an attention or an MLP, gated or not, with
     fewer heads for keys and values, or fused (query, key and value in one, gate and up in one); by their sizes, and by
-    their names where all are square. Sizes alone are looked at: the model may be on the meta device.
+    their names where all are square; and disttrain.experts' layers, which are cut along the hidden dim of each expert,
+    with their routers whole. Sizes alone are looked at: the model may be on the meta device.
 
     Args:   sequence_parallel  cut activations between layers along dim 1. Default: yes, but for models of transformers,
                                which take the length of the sequence from them.
@@ -54,7 +56,12 @@ def plan_for(
     dim = _hidden_size(model)
     entries: list[Entry] = []
     inside: set[str] = set()
+    of_experts = {name for name, module in model.named_modules() if _is_of_experts(model, name, module, dim)}
     for name, module in model.named_modules():
+        if name in of_experts:
+            entries += _cut_experts(name, module, dim, cuts_sequence=cuts_sequence)
+        if name in of_experts or _is_inside(name, of_experts):
+            continue
         pair = _pair_of(module, dim)
         if pair is not None:
             entries += _cut_pair(name, module, pair, cuts_sequence, head_dim or _head_dim(model))
@@ -70,7 +77,7 @@ def plan_for(
             entries.append(Entry(name, SequenceParallel(use_local_output=True), module, dim))
         elif matrix_of(module) is not None and not _has_owner(name, model, dim):
             entries.append(Entry(name, _head_style(cuts_sequence, loss_parallel), module, dim))
-    if not inside:
+    if not inside | of_experts:
         raise ShardingError(
             "plan_for",
             f"{type(model).__name__} has no module whose own linear layers widen the hidden size and bring it back.",
@@ -196,6 +203,25 @@ def _head_dim(module: nn.Module) -> int | None:
             if isinstance(heads, int) and isinstance(width, int):
                 return width // heads
     return None
+
+
+def _is_of_experts(model: nn.Module, name: str, module: nn.Module, dim: int) -> bool:
+    """True for a layer of experts, and for what stands beside one and is no MLP that all tokens pass: a router."""
+    if hasattr(module, "style_along_hidden"):
+        return True
+    parent = model.get_submodule(name.rpartition(".")[0])
+    is_beside = bool(name) and any(hasattr(child, "style_along_hidden") for child in parent.children())
+    return is_beside and all(_pair_of(part, dim) is None for part in module.modules())
+
+
+def _cut_experts(name: str, module: nn.Module, dim: int, *, cuts_sequence: bool) -> list[Entry]:
+    style: ParallelStyle | None = None
+    if hasattr(module, "style_along_hidden"):
+        style = cast(Any, module).style_along_hidden(cuts_tokens=cuts_sequence)
+    elif cuts_sequence and any(True for _ in module.parameters()):
+        # Each rank needs all of it, for its own tokens.
+        style = ReplicatedParallel()
+    return [] if style is None else [Entry(name, style, module, dim)]
 
 
 def _is_norm(module: nn.Module) -> bool:

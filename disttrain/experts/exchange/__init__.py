@@ -1,0 +1,1 @@
+"""Rows of tokens to the ranks that hold their experts, and back."""

@@ -1,0 +1,126 @@
+"""Rows by all-to-alls of the sizes that the routing asks for: what is sent is what is there.
+
+The sizes go first, in one small all-to-all, and the host reads them: the only word that it needs of the device. With
+them goes each rank's own finding about its weights, so that all ranks raise the same error for one that has a nan.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from disttrain.errors import CompileError, ShapeError
+from disttrain.experts.exchange.arrangement import arrange
+from disttrain.experts.exchange.base import NAME, Exchange
+from disttrain.experts.exchange.plan import ExpertCut
+from disttrain.experts.exchange.sizes import packed
+from disttrain.kernels.grouped.rows import ExpertOrder
+from disttrain.process_group import ProcessGroup, Work, all_to_all_single
+
+
+class AllToAll(Exchange):
+    """Sends what is there."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__(group)
+        self._host_buffers: list[torch.Tensor] = []
+
+    def route(self, order: ExpertOrder, num_experts: int, weights: torch.Tensor | None, most_rows: int) -> SizedRoute:
+        """Begin to exchange the sizes; see `Exchange`."""
+        if order.ends.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise CompileError(
+                NAME,
+                "the host reads the sizes of an exchange, and no recording can wait for the host.",
+                "Call shard_experts with exchange='padded', or 'peers' on one host.",
+                rank=self.group.world.rank,
+            )
+        cut = ExpertCut(num_experts, self.group.group_size)
+        sizes = packed(order.ends, cut, weights)
+        work = all_to_all_single(sizes[1], sizes[0], group=self.group, async_op=True)
+        assert work is not None
+        return SizedRoute(self, order, cut, sizes, work)
+
+    def host_buffer(self, like: torch.Tensor) -> torch.Tensor:
+        """Pinned memory, of which a few are enough: each is read before the next layer asks."""
+        for index, buffer in enumerate(self._host_buffers):
+            if buffer.shape == like.shape:
+                return self._host_buffers.pop(index)
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+
+    def give_back(self, buffer: torch.Tensor) -> None:
+        self._host_buffers.append(buffer)
+
+
+class SizedRoute:
+    """A Route whose sizes are known to the host once rows are sent."""
+
+    def __init__(self, owner: AllToAll, order: ExpertOrder, cut: ExpertCut, sizes: torch.Tensor, work: Work) -> None:
+        self._owner = owner
+        self._group = owner.group
+        self._cut = cut
+        self._sizes = sizes
+        self._num_home = len(order.order)
+        work.wait()
+        self._host: torch.Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
+        if sizes.is_cuda:
+            self._host = owner.host_buffer(sizes)
+            self._host.copy_(sizes, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        self._splits: tuple[list[int], list[int]] | None = None
+        self._arrival: ExpertOrder
+        self.ends: torch.Tensor
+
+    def start(self, rows: torch.Tensor, is_back: bool) -> tuple[torch.Tensor, Work]:
+        sent, received = self._splits or self._read()
+        num_sent, num_received = sum(sent), sum(received)
+        if is_back:
+            rows = rows.index_select(0, self._arrival.slots)
+            sent, received = received, sent
+            coming = rows.new_empty((self._num_home, rows.shape[1]))
+            output = coming[:num_sent]
+            if num_sent != self._num_home:
+                # Assignments without an expert come last, and nothing comes for them.
+                coming[num_sent:] = 0
+        else:
+            rows = rows[:num_sent]
+            output = coming = rows.new_empty((num_received, rows.shape[1]))
+        work = all_to_all_single(output, rows.contiguous(), received, sent, self._group, async_op=True)
+        assert work is not None
+        return coming, work
+
+    def finish(self, coming: torch.Tensor, work: Work, is_back: bool) -> torch.Tensor:
+        work.wait()
+        return coming if is_back else coming.index_select(0, self._arrival.order)
+
+    def _read(self) -> tuple[list[int], list[int]]:
+        """Read the sizes, and learn from them how what comes is to be sorted."""
+        sizes = self._sizes
+        chunk = self._cut.chunk
+        if self._host is not None and self._copied is not None:
+            self._copied.synchronize()
+            tails = self._host[:, :, chunk:].tolist()
+            self._owner.give_back(self._host)
+        else:
+            tails = sizes[:, :, chunk:].tolist()
+        # What is not finite, less itself, is nan.
+        bad = [rank for rank, (_, finding) in enumerate(tails[1]) if finding - finding]
+        if bad:
+            self._refuse(bad)
+        sent, received = ([int(total) for total, _ in side] for side in tails)
+        self._splits = sent, received
+        # Not the pad of a rank that has fewer experts than others.
+        counts = sizes[1, :, : len(self._cut.experts_of(self._group.group_rank))]
+        self._arrival = arrange(counts, sum(received))
+        self.ends = self._arrival.ends
+        return self._splits
+
+    def _refuse(self, ranks: list[int]) -> None:
+        members = ", ".join(str(self._group.members[rank]) for rank in ranks)
+        raise ShapeError(
+            NAME,
+            f"the weights of tokens' experts on rank {members} are not all finite: the router's scores have a nan or "
+            "an inf.",
+            "Look at that rank's batch and at the router's input; detect_anomaly finds where it arose.",
+            rank=self._group.world.rank,
+        )

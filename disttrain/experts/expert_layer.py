@@ -1,0 +1,130 @@
+"""What all layers of experts have in common: tokens go to their experts, and what comes back is summed up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import torch
+from torch import nn
+
+from disttrain.dtensor import DTensor, Partial, Placement
+from disttrain.experts.exchange.base import Exchange
+from disttrain.experts.exchange.dispatch import Sending, begin_dispatch, check_arguments, combine, ordered
+from disttrain.experts.hidden_cut import HiddenCut
+from disttrain.experts.tensor_parallel import ExpertTensorParallel
+from disttrain.kernels.grouped.rows import ExpertOrder, combine_rows, take_rows
+from disttrain.mesh import DeviceMesh
+from disttrain.tp import ParallelStyle
+
+NOT_IN_GRAPHS: Final = "experts' rows go to other ranks, by sizes that the host reads: compile with fullgraph=False"
+
+
+class ExpertLayer(nn.Module):
+    """Experts that `shard_experts` can divide among ranks; subclasses compute them on rows that are sorted."""
+
+    exchange: Exchange | None = None
+    """Between the ranks that share the experts; None where all are here."""
+    hidden_cut: HiddenCut | None = None
+    """Between the ranks that share each expert; None where an expert is on one."""
+    capacity: float | None = None
+    """An expert takes at most so many times its even share of each rank's assignments; None: all."""
+    num_dropped: torch.Tensor | None = None
+    """() on the device: this rank's assignments that found no room in the last forward; None without a capacity."""
+
+    def count_experts(self) -> int:
+        """The experts of all ranks."""
+        raise NotImplementedError
+
+    def expert_width(self) -> int:
+        """The columns of the rows that experts take."""
+        raise NotImplementedError
+
+    def expert_tensors(self) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+        """Parameters whose dim 0 is the experts', with the modules that have them and their names there."""
+        for name, parameter in self.named_parameters(recurse=False):
+            yield self, name, parameter
+
+    def hidden_cuts(self) -> Sequence[Placement] | None:
+        """How each of `expert_tensors` is cut along the hidden dim of experts; None where they cannot be."""
+        return None
+
+    def style_along_hidden(self, *, cuts_tokens: bool) -> ParallelStyle | None:
+        """The style that tp.plan_for proposes; None where the layer stays whole."""
+        return None if self.hidden_cuts() is None else ExpertTensorParallel(cuts_tokens=cuts_tokens)
+
+    def keep_part(self, mesh: DeviceMesh, src_data_rank: int | None) -> None:
+        """Drop the other ranks' experts of those that are tensors of their own. Collective: every rank of the axis."""
+
+    def compute(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """This rank's experts on rows that are sorted by them."""
+        raise NotImplementedError
+
+    def mix(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """
+        Args:    x  (tokens, D);  indices, weights  (tokens, k), of each token's experts.
+        Returns: (tokens, D), the sum of what a token's experts compute, by their weights.
+        Raises:  ShapeError when shapes or dtypes don't fit, or, with other ranks, weights are not finite.
+        Collective: every rank of the axis that the experts lie along, and again in backward.
+        """
+        if self.exchange is None:
+            num_experts = self.count_experts()
+            check_arguments(x, indices, num_experts, None, weights, self.expert_width())
+            if self.hidden_cut is not None:
+                x, indices, weights = self.hidden_cut.entering_all(x, indices, weights)
+            order, self.num_dropped = ordered(indices, num_experts, self.capacity)
+            sums = self.mix_here(x, order, weights)
+            return sums if self.hidden_cut is None else self.hidden_cut.leaving(sums)
+        result: torch.Tensor = self._mix_over_ranks(x, indices, weights)
+        return result
+
+    @torch.compiler.disable(reason=NOT_IN_GRAPHS)  # type: ignore[untyped-decorator]
+    def _mix_over_ranks(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        sending = self.begin(x, indices, weights)
+        sending.send()
+        return self.finish(sending)
+
+    def mix_here(self, x: torch.Tensor, order: ExpertOrder, weights: torch.Tensor) -> torch.Tensor:
+        """The forward where all experts are here, and tokens are sorted already."""
+        rows = self.compute(take_rows(x, order, weights.shape[1]), order.ends)
+        return combine_rows(rows, order, weights)
+
+    def begin(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, *, beside: bool = False) -> Sending:
+        """Begin to send tokens to their experts: `send` of the result goes on with that, `finish` computes.
+
+        `beside`: something is computed before `finish`, while rows are under way.
+        """
+        if self.hidden_cut is not None:
+            x, indices, weights = self.hidden_cut.entering_all(x, indices, weights)
+        return begin_dispatch(
+            x,
+            indices,
+            self.count_experts(),
+            self.exchange,
+            weights,
+            capacity=self.capacity,
+            width=self.expert_width(),
+            beside=beside,
+        )
+
+    def finish(self, sending: Sending) -> torch.Tensor:
+        """Compute the experts on the rows that have come, and give each token its own."""
+        dispatched = sending.arrived()
+        self.num_dropped = dispatched.num_dropped
+        assert sending.weights is not None
+        sums = combine(self.compute(dispatched.rows, dispatched.ends), dispatched, sending.weights)
+        return sums if self.hidden_cut is None else self.hidden_cut.leaving(sums)
+
+
+def local_part(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter, through which its gradient goes."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def local_share(bias: torch.Tensor, layer: nn.Module) -> torch.Tensor:
+    """What this rank adds of a bias of outputs: a share of it where ranks sum up what they have of these."""
+    hidden_cut: HiddenCut | None = getattr(layer, "hidden_cut", None)
+    if hidden_cut is None or not isinstance(bias, DTensor):
+        return local_part(bias)
+    grads = [Partial() if placement.cut_dim is None else placement for placement in bias.placements]
+    return bias.to_local(grad_placements=grads) / hidden_cut.mesh.size()

@@ -1,0 +1,73 @@
+"""Tells the ranks that share experts when one of them raises, so that they do not wait for its rows."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Final
+
+from torch import nn
+
+from disttrain.errors import DisttrainError
+from disttrain.experts.exchange.base import NAME
+from disttrain.process_group import ProcessGroup
+from disttrain.process_group.watching.refusals import ANY
+
+
+def tell_of(error: Exception, group: ProcessGroup) -> None:
+    """This rank is about to raise `error`, and will not come to the exchanges that the others are in.
+
+    If all ranks raise, none waits, and nothing happens.
+    """
+    if group.group_size == 1 or group.ended_by or group.num_refused.get(group.sequence + 1):
+        return
+    try:
+        group.refuse(NAME, error, ANY)
+    except DisttrainError as reason:
+        error.add_note(f"The other ranks could not be told: {reason}")
+
+
+def tells(module: nn.Module, group: ProcessGroup) -> None:
+    """Have `module` tell the ranks of `group`, too, of errors in its forward."""
+    if not isinstance(module, _Telling):
+        module.__class__ = _telling((type(module),))
+        setattr(module, _TOLD_GROUPS, ())
+    setattr(module, _TOLD_GROUPS, (*getattr(module, _TOLD_GROUPS), group))
+
+
+def let_tell(module: nn.Module, group: ProcessGroup) -> None:
+    """Have `module`, and each module in it that has a layer of experts, where routers raise, tell `group` of errors."""
+    tells(module, group)
+    for parent in list(module.modules()):
+        if any(is_layer(child) for child in parent.children()):
+            tells(parent, group)
+
+
+def is_layer(module: nn.Module) -> bool:
+    """True for a layer of experts."""
+    return hasattr(module, "expert_tensors")
+
+
+class _Telling(nn.Module):
+    _told_groups: tuple[ProcessGroup, ...]
+
+
+_TOLD_GROUPS: Final = "_told_groups"
+
+
+@functools.cache
+def _telling(classes: tuple[type[nn.Module]]) -> type[nn.Module]:
+    (cls,) = classes
+    # Named here, not by super(): Dynamo does not find that of a class that was made while the program runs.
+    as_ever = cls.forward
+
+    def forward(self: _Telling, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return as_ever(self, *args, **kwargs)
+        except Exception as error:
+            for group in self._told_groups:
+                tell_of(error, group)
+            raise
+
+    # Under the name that it has: reprs and policies go by that.
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (_Telling, cls), {**names, "forward": functools.wraps(as_ever)(forward)})
