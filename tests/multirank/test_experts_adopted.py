@@ -13,10 +13,11 @@ from torch import nn
 
 import disttrain
 from disttrain import checkpoint
-from disttrain.experts import shard_experts, use_experts
+from disttrain.experts import pretrained_state_dict, shard_experts, use_experts
 from disttrain.testing import run_threads
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.cases.expert_blocks import BLOCKS, D
+from tests.cases.expert_models import made
 
 
 def block(name: str) -> nn.Module:
@@ -24,7 +25,7 @@ def block(name: str) -> nn.Module:
     model: nn.Module = BLOCKS[name]().double()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.5)
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
     return model
 
 
@@ -39,9 +40,9 @@ def check(name: str, counts: Sequence[int], exchange: str = "auto") -> None:
     rank = disttrain.get_rank()
     alone = block(name).eval()
     model = divided(copy.deepcopy(alone), len(counts), exchange)
-    x = torch.randn(sum(counts), D, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    x = torch.randn(sum(counts), D, generator=torch.Generator().manual_seed(3))
     shape = (-1, D) if name in ("late_softmax", "biases") else (1, -1, D)
-    grad = torch.linspace(-1, 1, x.numel(), dtype=torch.float64).view(x.shape)
+    grad = torch.linspace(-1, 1, x.numel()).view(x.shape)
     own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
     outs, grads = [], []
     for module, part in ((alone, slice(None)), (model, own)):
@@ -139,3 +140,34 @@ def test_saves_of_four_ranks_are_loaded_by_any_number(name: str, tmp_path: Path)
     run_threads(4, save_it, name, tmp_path / "save")
     for num_ranks in (1, 2, 3, 8):
         run_threads(num_ranks, load_it, name, tmp_path / "save")
+
+
+def read_pretrained(name: str, folder: Path, expected: dict[str, torch.Tensor]) -> None:
+    model = made(name).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model = divided(model, disttrain.get_world_size())
+    checkpoint.load(pretrained_state_dict(model), storage_reader=checkpoint.HuggingFaceStorageReader(folder))
+    for key, value in whole(model.state_dict()).items():
+        assert torch.equal(value, expected[key]), key
+
+
+def write_pretrained(name: str, folder: Path) -> None:
+    model = divided(made(name).float(), disttrain.get_world_size())
+    checkpoint.save(pretrained_state_dict(model), storage_writer=checkpoint.HuggingFaceStorageWriter(folder))
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "DeepseekV3", "GptOss"])
+def test_files_of_transformers_in_and_out(name: str, tmp_path: Path) -> None:
+    import transformers  # here, since it takes seconds
+
+    model = made(name).float()
+    model.save_pretrained(tmp_path / "theirs")
+    expected = {key: value.detach() for key, value in model.state_dict().items()}
+    run_threads(3, read_pretrained, name, tmp_path / "theirs", expected)
+    run_threads(2, write_pretrained, name, tmp_path / "ours")
+    model.config.save_pretrained(tmp_path / "ours")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    for key, value in again.state_dict().items():
+        assert torch.equal(value, expected[key]), key
