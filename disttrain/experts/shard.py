@@ -11,8 +11,8 @@ from disttrain.dtensor.foreign import check_ours
 from disttrain.errors import ShardingError
 from disttrain.experts.exchange.base import NAME, Exchange
 from disttrain.experts.exchange.dispatch import exchange_along
-from disttrain.experts.faults import tells
 from disttrain.experts.expert_layer import ExpertLayer
+from disttrain.experts.faults import tells
 from disttrain.mesh import DeviceMesh
 from disttrain.tp import ParallelStyle
 
@@ -96,8 +96,8 @@ def _check(layer: ExpertLayer, mesh: DeviceMesh) -> None:
         rows, rest = divmod(len(parameter), num_experts)
         if rest or (rows > 1 and num_experts % mesh.size()):
             _refuse(
-                f"{name} of {type(layer).__name__} has shape {tuple(parameter.shape)} for {num_experts} experts, and the"
-                f" axis has {mesh.size()} ranks.",
+                f"{name} of {type(layer).__name__} has shape {tuple(parameter.shape)} for {num_experts} experts; there"
+                f" are {mesh.size()} ranks.",
                 "Give each parameter the experts as its first dim, or as many experts to each rank.",
                 mesh,
             )

@@ -26,7 +26,9 @@ def assert_same(model: nn.Module, other: nn.Module, x: torch.Tensor) -> None:
         torch.manual_seed(0)
         out = each(given * 1)
         tensors = out if isinstance(out, tuple) else (out,)
-        sum((one * torch.linspace(-1, 1, one.numel(), dtype=one.dtype).view(one.shape)).sum() for one in tensors).backward()
+        sum(
+            (one * torch.linspace(-1, 1, one.numel(), dtype=one.dtype).view(one.shape)).sum() for one in tensors
+        ).backward()
         outs.append(tensors)
         grads.append([given.grad, *(parameter.grad for parameter in each.parameters())])
     torch.testing.assert_close(*outs)
@@ -76,4 +78,6 @@ def test_models_of_transformers(name: str) -> None:
         if one.grad is None:
             assert two.grad is None or not two.grad.any(), path
         else:
-            torch.testing.assert_close(two.grad, one.grad, rtol=1e-6, atol=1e-9, msg=lambda text, path=path: f"{path}: {text}")
+            torch.testing.assert_close(
+                two.grad, one.grad, rtol=1e-6, atol=1e-9, msg=lambda text, path=path: f"{path}: {text}"
+            )

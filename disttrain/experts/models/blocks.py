@@ -152,5 +152,3 @@ def _numbers(module: nn.Module, names: Sequence[str]) -> list[int]:
 
 def _scales(module: nn.Module) -> list[float]:
     return [float(part[name]) for part in map(vars, module.modules()) for name in _SCALES if name in part]
-
-

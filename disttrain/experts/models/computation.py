@@ -59,9 +59,7 @@ class Computation:
             return rows + sum((part.sum() for part in stacks.tensors()), rows.new_zeros(()))
         into, bias = self._into(stacks)
         if self.gated is not None:
-            out = expert_mlp(
-                rows, ends, into, stacks.down, self.gated, gate_up_bias=bias, down_bias=stacks.down_bias
-            )
+            out = expert_mlp(rows, ends, into, stacks.down, self.gated, gate_up_bias=bias, down_bias=stacks.down_bias)
         else:
             both = into if isinstance(into, torch.Tensor) else torch.cat(into, 2 if self.is_transposed else 1)
             first = grouped_linear(rows, both, ends, bias, is_transposed=self.is_transposed)
@@ -97,7 +95,7 @@ class Computation:
             result: torch.Tensor = function(first)
             return result
         gate, up = first.chunk(2, -1)
-        return function(gate) * up  # type: ignore[no-any-return]
+        return function(gate) * up
 
 
 def _relu_squared(x: torch.Tensor) -> torch.Tensor:

@@ -82,9 +82,7 @@ def _of_stacked(module: nn.Module) -> Finding:
             return Finding(None, f"it has {', '.join(more)} besides its experts' weights")
         orders = (False, True) if len(weights.into) == 2 else (False,)
         classes = [
-            class_with(
-                module, (StackedExperts,), FORWARDS[kind], names, _weights=weights, _how=how, _call=kind
-            )
+            class_with(module, (StackedExperts,), FORWARDS[kind], names, _weights=weights, _how=how, _call=kind)
             for how in computations(module, weights, orders)
         ]
         replica = Replica(module, weights.width, weights.hidden, weights.num_experts)
@@ -228,5 +226,3 @@ def _likeness(module: nn.Module) -> Hashable:
         "forward" in vars(module),
         getattr(getattr(module, "config", None), "_experts_implementation", None),
     )
-
-

@@ -50,7 +50,7 @@ class ListedWeights:
 
 
 def _together(rows: Sequence[Sequence[nn.Module]], name: str) -> tuple[torch.Tensor, ...]:
-    """The layers' parameters, stacked: gate's and up's each for itself where that copies nothing, else in one tensor."""
+    """The layers' parameters, stacked: gate's and up's each for itself where that copies nothing, else together."""
     columns = [[local_part(getattr(layer, name)) for layer in column] for column in zip(*rows, strict=True)]
     if len(columns) == 1 or all(lie_evenly(column) for column in columns):
         return tuple(stacked(column) for column in columns)
@@ -155,9 +155,6 @@ class AbsentExpert(nn.Module):
             f"expert {self.index} is on another rank of its axis.",
             "Call the module that has the experts, which sends tokens to their ranks.",
         )
-
-    def extra_repr(self) -> str:
-        return f"{self.index}, on another rank"
 
     def _load_from_state_dict(self, *args: Any) -> None:
         """Take nothing, and miss nothing: the rank that has the expert loads it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -19,9 +18,9 @@ _NAME = "pretrained_state_dict"
 
 
 class _Merge(NamedTuple):
-    """In files, a stacked parameter whose name matches `target` is one tensor for each of `sources` and expert."""
+    """In files, a stacked parameter whose name ends so is one tensor for each of `sources` and expert."""
 
-    target: re.Pattern[str]
+    suffix: str
     sources: tuple[str, ...]
 
 
@@ -47,7 +46,7 @@ def pretrained_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         # A tied parameter stands in the files once, by its first name.
         if id(value) not in known and isinstance(value, torch.Tensor):
             known.add(id(value))
-            merge = next((one for one in merges if one.target.search(name)), None)
+            merge = next((one for one in merges if name.endswith(one.suffix)), None)
             parts = {name: value} if merge is None else dict(_apart(name, value, merge, layers))
             state.update((_renamed(key, renamings), part.detach()) for key, part in parts.items())
     return state
@@ -68,10 +67,10 @@ def _apart(
             )
         mesh = value.device_mesh
         experts = ExpertCut(layer.count_experts(), mesh.size()).experts_of(mesh.get_local_rank())
+    begin = name[: len(name) - len(merge.suffix)]
     for index, expert in zip(experts, local_part(value.detach()), strict=True):
         for source, part in zip(merge.sources, expert.chunk(len(merge.sources)), strict=True):
-            key = source.replace("*", str(index))
-            yield f"{name[: merge.target.search(name).start()]}{key}", part
+            yield begin + source.replace("*", str(index)), part
 
 
 def _conversions(model: nn.Module) -> tuple[list[_Merge], list[Any]]:
@@ -89,27 +88,21 @@ def _conversions(model: nn.Module) -> tuple[list[_Merge], list[Any]]:
             continue
         target, *more = conversion.target_patterns
         kinds = [(type(one).__name__, getattr(one, "dim", None)) for one in conversion.operations]
-        names = [key for key in model.state_dict() if re.search(_as_pattern(target), key)]
+        names = [key for key in model.state_dict() if key.endswith(target)]
         if kinds not in (_MERGED, _MERGED[:1]) or more:
             if names:
                 how = ", ".join(kind for kind, _ in kinds)
                 problem = f"transformers makes parameter {names[0]} of its files' tensors by {how}."
                 raise ShardingError(_NAME, problem, "Load it by from_pretrained, before shard_experts.")
             continue
-        merges.append(_Merge(re.compile(_as_pattern(target)), tuple(conversion.source_patterns)))
+        merges.append(_Merge(target, tuple(conversion.source_patterns)))
     return merges, [one.reverse_transform() for one in renamings[::-1]]
 
 
 _MERGED = [("MergeModulelist", 0), ("Concatenate", 1)]
 
 
-def _as_pattern(name: str) -> str:
-    return f"{re.escape(name)}$"
-
-
 def _renamed(name: str, renamings: list[Any]) -> str:
     for renaming in renamings:
         name, _ = renaming.rename_source_key(name)
     return name
-
-

@@ -84,4 +84,6 @@ def use_experts(model: nn.Module, report: Callable[[str], None] = write) -> Adop
 
 def _is_within(one: str, other: str) -> bool:
     """True if of two names of modules one is the other's, or inside it."""
-    return any(not outer or inner == outer or inner.startswith(f"{outer}.") for outer, inner in ((one, other), (other, one)))
+    return any(
+        not outer or inner == outer or inner.startswith(f"{outer}.") for outer, inner in ((one, other), (other, one))
+    )
