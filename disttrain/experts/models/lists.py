@@ -13,7 +13,7 @@ from torch import nn
 from disttrain.errors import ShardingError
 from disttrain.experts.exchange.plan import ExpertCut
 from disttrain.experts.expert_layer import ExpertLayer, local_part
-from disttrain.experts.models.computation import Computation, Stacks, named
+from disttrain.experts.models.computation import Assumed, Computation, Stacks, named
 from disttrain.experts.models.stacking import lie_evenly, stacked
 from disttrain.kernels._torch import has_hooks
 from disttrain.kernels.grouped.rows import ExpertOrder
@@ -90,6 +90,7 @@ class ListedExperts(ExpertLayer):
     _weights: ListedWeights
     _how: Computation
     _expert: type[nn.Module]
+    _assumed: Assumed
 
     def count_experts(self) -> int:
         """The experts of all ranks."""
@@ -134,7 +135,7 @@ class ListedExperts(ExpertLayer):
         return self._how.mixed(experts[0], x, order, weights, self._weights.stacks(experts))
 
     def _is_plain(self, expert: nn.Module) -> bool:
-        if type(expert) is not self._expert or has_hooks(expert):
+        if type(expert) is not self._expert or has_hooks(expert) or not self._assumed.holds(expert):
             return False
         layers = [named(expert, name) for name in (*self._weights.into, self._weights.down)]
         return all(type(layer) is nn.Linear and not has_hooks(layer) for layer in layers)
