@@ -7,11 +7,13 @@ from disttrain.experts.layer import Experts, MixtureOfExperts
 from disttrain.experts.models.pretrained import pretrained_state_dict
 from disttrain.experts.models.use import Adopted, Left, Taken, use_experts
 from disttrain.experts.shard import ExpertParallel, shard_experts
+from disttrain.experts.tensor_parallel import ExpertTensorParallel
 
 __all__ = [
     "Adopted",
     "Dispatched",
     "ExpertParallel",
+    "ExpertTensorParallel",
     "Experts",
     "Left",
     "MixtureOfExperts",

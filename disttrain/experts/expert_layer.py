@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
+from disttrain.dtensor import DTensor, Partial, Placement
 from disttrain.experts.exchange.base import Exchange
 from disttrain.experts.exchange.dispatch import Sending, begin_dispatch, check_arguments, combine, ordered
+from disttrain.experts.hidden_cut import HiddenCut
+from disttrain.experts.tensor_parallel import ExpertTensorParallel
 from disttrain.kernels.grouped.rows import ExpertOrder, combine_rows, take_rows
 from disttrain.mesh import DeviceMesh
+from disttrain.tp import ParallelStyle
 
 
 class ExpertLayer(nn.Module):
@@ -18,6 +23,8 @@ class ExpertLayer(nn.Module):
 
     exchange: Exchange | None = None
     """Between the ranks that share the experts; None where all are here."""
+    hidden_cut: HiddenCut | None = None
+    """Between the ranks that share each expert; None where an expert is on one."""
     capacity: float | None = None
     """An expert takes at most so many times its even share of each rank's assignments; None: all."""
     num_dropped: torch.Tensor | None = None
@@ -36,6 +43,14 @@ class ExpertLayer(nn.Module):
         for name, parameter in self.named_parameters(recurse=False):
             yield self, name, parameter
 
+    def hidden_cuts(self) -> Sequence[Placement] | None:
+        """How each of `expert_tensors` is cut along the hidden dim of experts; None where they cannot be."""
+        return None
+
+    def style_along_hidden(self, *, cuts_tokens: bool) -> ParallelStyle | None:
+        """The style that tp.plan_for proposes; None where the layer stays whole."""
+        return None if self.hidden_cuts() is None else ExpertTensorParallel(cuts_tokens=cuts_tokens)
+
     def keep_part(self, mesh: DeviceMesh, src_data_rank: int | None) -> None:
         """Drop the other ranks' experts of those that are tensors of their own. Collective: every rank of the axis."""
 
@@ -53,11 +68,14 @@ class ExpertLayer(nn.Module):
         if self.exchange is None:
             num_experts = self.count_experts()
             check_arguments(x, indices, num_experts, None, weights, self.expert_width())
+            if self.hidden_cut is not None:
+                x, indices, weights = self.hidden_cut.entering_all(x, indices, weights)
             order, self.num_dropped = ordered(indices, num_experts, self.capacity)
-            return self.mix_here(x, order, weights)
+            sums = self.mix_here(x, order, weights)
+            return sums if self.hidden_cut is None else self.hidden_cut.leaving(sums)
         sending = self.begin(x, indices, weights)
         sending.send()
-        return self.finish(sending, weights)
+        return self.finish(sending)
 
     def mix_here(self, x: torch.Tensor, order: ExpertOrder, weights: torch.Tensor) -> torch.Tensor:
         """The forward where all experts are here, and tokens are sorted already."""
@@ -69,6 +87,8 @@ class ExpertLayer(nn.Module):
 
         `beside`: something is computed before `finish`, while rows are under way.
         """
+        if self.hidden_cut is not None:
+            x, indices, weights = self.hidden_cut.entering_all(x, indices, weights)
         return begin_dispatch(
             x,
             indices,
@@ -80,15 +100,22 @@ class ExpertLayer(nn.Module):
             beside=beside,
         )
 
-    def finish(self, sending: Sending, weights: torch.Tensor) -> torch.Tensor:
+    def finish(self, sending: Sending) -> torch.Tensor:
         """Compute the experts on the rows that have come, and give each token its own."""
         dispatched = sending.arrived()
         self.num_dropped = dispatched.num_dropped
-        return combine(self.compute(dispatched.rows, dispatched.ends), dispatched, weights)
+        assert sending.weights is not None
+        sums = combine(self.compute(dispatched.rows, dispatched.ends), dispatched, sending.weights)
+        return sums if self.hidden_cut is None else self.hidden_cut.leaving(sums)
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter, through which its gradient goes."""
-    to_local = getattr(parameter, "to_local", None)
-    local: torch.Tensor = parameter if to_local is None else to_local()
-    return local
+    """This rank's part of a parameter, through which its gradient goes; of a bias that several ranks add, whose results
+    are summed up, a share."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    wholes = [axis for axis, placement in enumerate(parameter.placements) if placement.cut_dim is None]
+    if not wholes:
+        return parameter.to_local()
+    grads = [placement if placement.cut_dim is not None else Partial() for placement in parameter.placements]
+    return parameter.to_local(grad_placements=grads) / math.prod(parameter.device_mesh.shape[axis] for axis in wholes)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from disttrain.errors import DisttrainError
-from disttrain.experts.exchange.base import NAME, Exchange
+from disttrain.experts.exchange.base import NAME
 from disttrain.process_group import ProcessGroup
 from disttrain.process_group.watching.refusals import ANY
 
@@ -26,21 +26,36 @@ def tell_of(error: Exception, group: ProcessGroup) -> None:
         error.add_note(f"The other ranks could not be told: {reason}")
 
 
-def tells(module: nn.Module, exchange: Exchange) -> None:
-    """Have `module` tell the exchange's ranks of errors in its forward."""
+def tells(module: nn.Module, group: ProcessGroup) -> None:
+    """Have `module` tell the ranks of `group`, too, of errors in its forward."""
     if not isinstance(module, _Telling):
         module.__class__ = _telling(type(module))
-    module._told_exchange = exchange  # type: ignore[assignment]
+        module._told_groups = ()
+    module._told_groups = (*module._told_groups, group)
+
+
+def let_tell(module: nn.Module, group: ProcessGroup) -> None:
+    """Have `module`, and each module in it that has a layer of experts, where routers raise, tell `group` of errors."""
+    tells(module, group)
+    for parent in list(module.modules()):
+        if any(is_layer(child) for child in parent.children()):
+            tells(parent, group)
+
+
+def is_layer(module: nn.Module) -> bool:
+    """True for a layer of experts."""
+    return hasattr(module, "expert_tensors")
 
 
 class _Telling(nn.Module):
-    _told_exchange: Exchange
+    _told_groups: tuple[ProcessGroup, ...]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().forward(*args, **kwargs)
         except Exception as error:
-            tell_of(error, self._told_exchange.group)
+            for group in self._told_groups:
+                tell_of(error, group)
             raise
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from disttrain.dtensor import Placement, Replicate, Shard, StridedShard
 from disttrain.experts.expert_layer import ExpertLayer, local_part
+from disttrain.experts.hidden_cut import hidden_placements
 from disttrain.kernels.grouped.form import GatedForm
 from disttrain.kernels.grouped.products import expert_mlp, mix_experts
 from disttrain.kernels.grouped.rows import ExpertOrder
@@ -85,6 +88,21 @@ class Experts(ExpertLayer):
         """The columns of the rows that experts take."""
         return self.down_proj.shape[2 if self.form.is_transposed else 1]
 
+    def hidden_cuts(self) -> Sequence[Placement]:
+        """How each of `expert_tensors` is cut along the hidden dim of experts."""
+        form = self.form
+        into, back = hidden_placements(
+            is_transposed=form.is_transposed, is_interleaved=form.is_interleaved, is_fused=True
+        )
+        into_bias = Shard(1) if form.is_interleaved else StridedShard(1, 2)
+        of_name = {
+            "gate_up_proj": into,
+            "down_proj": back,
+            "gate_up_proj_bias": into_bias,
+            "down_proj_bias": Replicate(),
+        }
+        return [of_name[name] for _, name, _ in self.expert_tensors()]
+
     def compute(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """This rank's experts on rows that are sorted by them."""
         gate_up, down, gate_up_bias, down_bias = self._parts()
@@ -152,4 +170,4 @@ class MixtureOfExperts(nn.Module):
         else:
             sending.send()
             shared = shared_experts(x)
-        return experts.finish(sending, weights).view(x.shape) + shared
+        return experts.finish(sending).view(x.shape) + shared

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 from torch import nn
 
-from disttrain.dtensor import DTensor, Shard, distribute_tensor
+from disttrain.dtensor import DTensor, Shard
 from disttrain.dtensor.foreign import check_ours
-from disttrain.errors import ShardingError
-from disttrain.experts.exchange.base import NAME, Exchange
+from disttrain.experts.exchange.base import NAME
 from disttrain.experts.exchange.dispatch import exchange_along
 from disttrain.experts.expert_layer import ExpertLayer
-from disttrain.experts.faults import tells
+from disttrain.experts.faults import let_tell
+from disttrain.experts.hidden_cut import cut_further
+from disttrain.experts.tensor_parallel import ExpertTensorParallel, check_hidden, layers_in, refuse
 from disttrain.mesh import DeviceMesh
 from disttrain.tp import ParallelStyle
 
@@ -21,6 +20,8 @@ def shard_experts(
     module: nn.Module,
     mesh: DeviceMesh,
     *,
+    tp: DeviceMesh | None = None,
+    cuts_tokens: bool = False,
     capacity: float | None = None,
     exchange: str = "auto",
     src_data_rank: int | None = 0,
@@ -32,6 +33,9 @@ def shard_experts(
     ranks and back. A rank whose modules raise tells the others.
 
     Args:    mesh           a mesh of one axis, such as mesh["ep"].
+             tp             another axis of the same mesh, over which each expert's hidden dim is cut, as
+                            `ExpertTensorParallel` does; the modules around the experts are for a plan.
+             cuts_tokens    the ranks of `tp` have each a part of the tokens, as with sequence parallel.
              capacity       an expert takes at most so many times its even share of each rank's assignments. The
                             earliest tokens' are kept, and `num_dropped` of a layer counts the others of its last
                             forward. None: all are kept.
@@ -45,21 +49,19 @@ def shard_experts(
     """
     made = exchange_along(mesh, exchange)
     if capacity is not None and not capacity > 0:
-        _refuse(f"capacity is {capacity}.", "Give a positive factor of an expert's even share, or None.", mesh)
-    layers = [layer for layer in module.modules() if isinstance(layer, ExpertLayer)]
-    if not layers:
-        _refuse(
-            f"{type(module).__name__} has no experts.",
-            "Give a model with disttrain.experts.Experts, or call use_experts first.",
-            mesh,
-        )
+        refuse(f"capacity is {capacity}.", "Give a positive factor of an expert's even share, or None.", mesh)
+    layers = layers_in(module, mesh)
     for layer in layers:
         _check(layer, mesh)
+        if tp is not None:
+            check_hidden(layer, tp)
     for layer in layers:
         _shard(layer, mesh, src_data_rank)
         layer.exchange, layer.capacity = made, capacity
     if made is not None:
-        _let_tell(module, made)
+        let_tell(module, made.group)
+    if tp is not None:
+        ExpertTensorParallel(cuts_tokens=cuts_tokens).apply_to(module, tp, src_data_rank)
     return module
 
 
@@ -83,11 +85,11 @@ class ExpertParallel(ParallelStyle):
 
 def _check(layer: ExpertLayer, mesh: DeviceMesh) -> None:
     if layer.exchange is not None:
-        _refuse(f"{type(layer).__name__} is divided already.", "Call shard_experts once, and before fully_shard.", mesh)
+        refuse(f"{type(layer).__name__} is divided already.", "Call shard_experts once, and before fully_shard.", mesh)
     for _, name, parameter in layer.expert_tensors():
         check_ours(NAME, name, parameter)
-        if isinstance(parameter, DTensor):
-            _refuse(
+        if isinstance(parameter, DTensor) and layer.hidden_cut is None:
+            refuse(
                 f"{name} of {type(layer).__name__} is a DTensor already and lies as {parameter._spec.layout}.",
                 "Call shard_experts once, and before fully_shard.",
                 mesh,
@@ -95,7 +97,7 @@ def _check(layer: ExpertLayer, mesh: DeviceMesh) -> None:
         num_experts = layer.count_experts()
         rows, rest = divmod(len(parameter), num_experts)
         if rest or (rows > 1 and num_experts % mesh.size()):
-            _refuse(
+            refuse(
                 f"{name} of {type(layer).__name__} has shape {tuple(parameter.shape)} for {num_experts} experts; there"
                 f" are {mesh.size()} ranks.",
                 "Give each parameter the experts as its first dim, or as many experts to each rank.",
@@ -105,18 +107,5 @@ def _check(layer: ExpertLayer, mesh: DeviceMesh) -> None:
 
 def _shard(layer: ExpertLayer, mesh: DeviceMesh, src_data_rank: int | None) -> None:
     for holder, name, parameter in list(layer.expert_tensors()):
-        part = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=src_data_rank)
-        setattr(holder, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+        setattr(holder, name, cut_further(parameter, mesh, Shard(0), src_data_rank))
     layer.keep_part(mesh, src_data_rank)
-
-
-def _let_tell(module: nn.Module, exchange: Exchange) -> None:
-    """Of `module`, and of each module that has a layer of experts: routers raise there."""
-    tells(module, exchange)
-    for parent in list(module.modules()):
-        if any(isinstance(child, ExpertLayer) for child in parent.children()):
-            tells(parent, exchange)
-
-
-def _refuse(problem: str, remedy: str, mesh: DeviceMesh) -> NoReturn:
-    raise ShardingError("shard_experts", problem, remedy, rank=mesh.get_rank(), where=str(mesh.layout))

@@ -23,6 +23,7 @@ from disttrain.fsdp2.runner import run
 from disttrain.fsdp2.transfers.comm import Comm
 from disttrain.fsdp2.transfers.measuring import costs_of
 from disttrain.fsdp2.transfers.planning import PlannedState, TransferPlan, carry_out, plan_transfers
+from disttrain.mesh import DeviceMesh
 
 
 class RootedState(PlannedState, Protocol):
@@ -50,7 +51,8 @@ class RootContext:
         self.model = Model(root.unit, [state.unit for state in states])
         self.structure = Structure(root.modules)
         meshes = (group.sharding.mesh for group in chain.from_iterable(state.groups for state in (root, *states)))
-        self.statistics = RunningStatistics(root.modules, next(meshes, None))
+        # Experts are on fewer ranks than what has the running statistics.
+        self.statistics = RunningStatistics(root.modules, max(meshes, key=DeviceMesh.size, default=None))
         self._backward: weakref.ref[partial[None]] | None = None
         for state in states:
             state.context = self

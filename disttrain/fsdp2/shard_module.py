@@ -20,7 +20,7 @@ from disttrain.fsdp2.modules.parametrized import keep_parametrizations
 from disttrain.fsdp2.modules.structure import unmanaged_modules
 from disttrain.fsdp2.modules.sync_batch_norm import on_cpus
 from disttrain.fsdp2.params.extensions import ExtensionGroup, has_gather_hooks
-from disttrain.fsdp2.params.param import Owner, ShardedParam, check_can_shard
+from disttrain.fsdp2.params.param import Owner, ShardedParam, check_can_shard, divided_along
 from disttrain.fsdp2.params.param_group import ParamGroup
 from disttrain.fsdp2.params.sharding import Sharding
 from disttrain.fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, TransferPolicy
@@ -67,8 +67,10 @@ def fully_shard(
              ignored_params         parameters to leave as they are.
              transfer_policy        the form of gathers and reductions; values do not depend on it.
     Parameters may be DTensors on other axes of the mesh that `mesh` was sliced from, as of tensor parallelism: what is
-    sharded is each rank's part of them. Of a module that is compiled already, as by `module.compile()`, the forward is
-    compiled alone: gathering and freeing stay outside.
+    sharded is each rank's part of them. Where such an axis lies within `mesh`, as that of expert parallelism may, they
+    are sharded over the other axes, in a group of their own; their gradients, which that parallelism has summed along
+    its axis, are divided by all of the mesh's ranks, as others are. Of a module that is compiled already, as by
+    `module.compile()`, the forward is compiled alone: gathering and freeing stay outside.
     Returns: the module or list, changed in place; its class now derives from FSDPModule as well.
     Raises:  ShardingError for a module that is sharded already or has no forward of its own, a mesh of more axes, a
              number that does not divide the ranks, a parameter that is a scalar, lies on a mesh of its own, or is
@@ -91,16 +93,15 @@ def fully_shard(
     _check_placement_fn(shard_placement_fn)
     managed = list(_managed(together, ignored))
     dims, shardings, with_hooks = {}, {}, set()
-    of_mesh = {mesh: Sharding(mesh)}
     for fqn, parameter, owners in managed:
         check_ours("fully_shard", f"parameter {fqn}", parameter)
         check_can_shard(fqn, parameter, device, mesh.get_rank())
         placement, own_mesh = _placement_of(parameter, shard_placement_fn, mesh)
-        if own_mesh not in of_mesh:
+        if own_mesh != mesh:
             _check_mesh(own_mesh, reshard_after_forward)
-            of_mesh[own_mesh] = Sharding(own_mesh)
-        dims[fqn], shardings[fqn] = _cut_dim(fqn, parameter, placement, mesh.get_rank()), of_mesh[own_mesh]
-        shardings[fqn].spec_of(fqn, parameter, dims[fqn])
+        sharding = shardings[fqn] = Sharding.beside(own_mesh, parameter, divided_along(owners))
+        dims[fqn] = _cut_dim(fqn, parameter, placement, mesh.get_rank(), sharding.dim_to_cut(parameter))
+        sharding.spec_of(fqn, parameter, dims[fqn])
         if has_gather_hooks(fqn, parameter, owners, dims[fqn], mesh.get_rank()):
             with_hooks.add(fqn)
     # Parameters that are kept on the host are sharded there, and need not fit onto the device unsharded.
@@ -225,9 +226,9 @@ def _placement_of(
     return (converted(answer.placement), own_mesh) if isinstance(own_mesh, DeviceMesh) else (converted(answer), mesh)
 
 
-def _cut_dim(fqn: str, parameter: nn.Parameter, placement: Placement | None, rank: int) -> int:
+def _cut_dim(fqn: str, parameter: nn.Parameter, placement: Placement | None, rank: int, default: int) -> int:
     if placement is None:
-        return 0
+        return default
     if not isinstance(placement, Shard) or not -parameter.ndim <= placement.dim < parameter.ndim:
         raise ShardingError(
             "fully_shard",

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from functools import cached_property
 
 from disttrain.errors import MeshError
-from disttrain.ranks import Loop, Ranks, cut_loops, joined_loops
+from disttrain.ranks import Loop, Ranks, cut_loops
 
 
 class MeshLayout:
@@ -117,30 +117,28 @@ class MeshLayout:
     def joined(self, other: MeshLayout, rank: int, order: Ranks) -> MeshLayout | None:
         """The mesh through `rank` of this one's axes and then `other`'s; None where there is no such grid.
 
-        `order` are the job's ranks in the order in which both count in equal steps, as slices and cuts of one grid do.
+        `order` are the job's ranks in the order in which both count in steps, as slices and cuts of one grid do.
         """
-        steps, others = self._steps(order, rank), other._steps(order, rank)
-        if steps is None or others is None or self.axis_names is None or other.axis_names is None:
+        loops, others = self._loops_in(order, rank), other._loops_in(order, rank)
+        if loops is None or others is None or self.axis_names is None or other.axis_names is None:
             return None
         firsts = [order.position(layout.members[0]) for layout in (self, other)]
         first = sum(position for position in firsts if position is not None) - (order.position(rank) or 0)
-        places = Ranks.grid(first, zip((*self.shape, *other.shape), (*steps, *others), strict=True))
+        places = Ranks.grid(first, [*loops, *others])
         names = (*self.axis_names, *other.axis_names)
         is_grid = not places.repeats and 0 <= places.lowest <= places.highest < len(order)
         if not is_grid or len(set(names)) != len(names):
             return None
         return MeshLayout(order.at(places), (*self.shape, *other.shape), names)
 
-    def _steps(self, order: Ranks, rank: int) -> tuple[int, ...] | None:
-        """The distance of neighbours along each axis in `order`; None where that changes, or without `rank`."""
+    def _loops_in(self, order: Ranks, rank: int) -> list[Loop] | None:
+        """The loops over places in `order` that the axes go through; None where these have no rule, or without `rank`.
+
+        An axis that others were made has several.
+        """
         places = order.positions(self.members) if rank in self.members else None
         loops = None if places is None or places.loops is None else cut_loops(places.loops, self.shape)
-        if loops is None:
-            return None
-        joined = [joined_loops(axis) for axis in loops]
-        if any(len(axis) > 1 for axis in joined):
-            return None
-        return tuple(axis[0][1] if axis else 0 for axis in joined)
+        return None if loops is None else [*itertools.chain.from_iterable(loops)]
 
     def axis(self, name_or_index: str | int) -> int:
         """The index of an axis, by its name or (maybe negative) index. Raises MeshError when there is none."""

@@ -13,6 +13,7 @@ from disttrain.tp.planning.plan_for import plan_for
 from disttrain.tp.planning.table import ParallelPlan
 from disttrain.tp.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from disttrain.tp.randomness import own_randomness
+from disttrain.tp.replicated import ReplicatedParallel
 from disttrain.tp.styles import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
+    "ReplicatedParallel",
     "RowwiseParallel",
     "SequenceParallel",
     "loss_parallel",

@@ -44,7 +44,7 @@ class Sending:
     `beside`: on GPUs on a stream of its own, so that the current one may compute what it is told meanwhile.
     """
 
-    __slots__ = ("_leg", "_rows", "_stream", "_under_way", "num_dropped", "order")
+    __slots__ = ("_leg", "_rows", "_stream", "_under_way", "num_dropped", "order", "weights")
 
     def __init__(
         self,
@@ -56,6 +56,7 @@ class Sending:
         capacity: float | None,
         beside: bool,
     ) -> None:
+        self.weights = weights
         self._stream: torch.cuda.Stream | None = None
         self._leg: Leg | None = None
         self._under_way: torch.Tensor | None = None

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from disttrain.dtensor import Placement, Replicate, Shard, StridedShard
 from disttrain.errors import ShapeError
 from disttrain.experts.expert_layer import ExpertLayer
+from disttrain.experts.hidden_cut import hidden_placements
 from disttrain.experts.models.computation import Assumed, Computation, named
 from disttrain.experts.models.stacked import StackedWeights
 from disttrain.kernels.grouped.rows import ExpertOrder
@@ -35,6 +37,20 @@ class StackedExperts(ExpertLayer):
         for path in self._weights.names:
             owner, _, name = path.rpartition(".")
             yield (named(self, owner) if owner else self), name, named(self, path)
+
+    def hidden_cuts(self) -> Sequence[Placement] | None:
+        """How each of `expert_tensors` is cut along the hidden dim; None where outputs are more than sums along it."""
+        weights, how = self._weights, self._how
+        if weights.is_flat or how.norm or (how.gated is None and weights.has_gate and how.takes != "gate"):
+            return None
+        is_interleaved = how.gated is not None and how.gated.is_interleaved
+        is_fused = weights.has_gate and len(weights.into) == 1
+        into, back = hidden_placements(
+            is_transposed=weights.is_transposed, is_interleaved=is_interleaved, is_fused=is_fused
+        )
+        into_bias = StridedShard(1, 2) if is_fused and not is_interleaved else Shard(1)
+        down_bias = [Replicate()] if weights.down_bias else []
+        return [*[into] * len(weights.into), back, *[into_bias] * len(weights.into_bias), *down_bias]
 
     def compute(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """This rank's experts on rows that are sorted by them."""

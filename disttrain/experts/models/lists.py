@@ -115,6 +115,10 @@ class ListedExperts(ExpertLayer):
                         broadcast(value.data, group=group, group_src=src_data_rank)
             if index not in mine:
                 self[index] = AbsentExpert(index)  # type: ignore[operator]
+                continue
+            for part in expert.modules():
+                # `fully_shard` asks for it: these parameters are no DTensors, and other ranks have others.
+                part.divided_along = mesh
 
     def compute(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """This rank's experts on rows that are sorted by them; one after the other where one is not as it was."""

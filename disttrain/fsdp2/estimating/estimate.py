@@ -170,7 +170,7 @@ def _check_is_sharded_so(
     root: ShardState, mesh: DeviceMesh | None, blocks: list[nn.Module], options: dict[str, Any]
 ) -> None:
     options_set = [name for name, value in options.items() if value is not None] + ["blocks"] * bool(blocks)
-    if mesh is not None and any(mesh != group.sharding.mesh for group in root.groups):
+    if mesh is not None and any(mesh != group.sharding.mesh for group in root.groups if group.sharding.num_summed == 1):
         options_set.append("mesh")
     if options_set:
         raise ShardingError(
@@ -220,9 +220,10 @@ def _summed_up(root: ShardState, sizing: Sizing, step: Rehearsal, optimizer: Opt
     unsharded = held_unsharded(root, sizing.groups, optimizer)
     total += unsharded
     buffers_bytes = sum(buffer.nbytes for buffer in root.module.buffers())
+    meshes = [group.sharding.mesh for group in sizing.groups]
     by_kind = {**step.peak.by_kind, REDUCED: step.peak.by_kind.get(REDUCED, 0) + unsharded.gradients}
     return Estimate(
-        mesh_text=str(sizing.groups[0].sharding.mesh.layout) if sizing.groups else "no mesh",
+        mesh_text=str(max(meshes, key=DeviceMesh.size).layout) if meshes else "no mesh",
         parameters_bytes=total.parameters,
         gradients_bytes=total.gradients,
         optimizer_bytes=total.optimizer,

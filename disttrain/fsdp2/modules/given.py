@@ -57,7 +57,7 @@ def _whole(group: ParamGroup, param: ShardedParam, tensor: torch.Tensor) -> torc
     local: torch.Tensor = whole.to_local(grad_placements=[Partial("avg")] * num_axes)
     local = local.to(group.device, group.compute_dtype)
     if group.divide_factor is not None and local.requires_grad:
-        scale = group.sharding.num_shards * group.sharding.num_replicas / group.divide_factor
+        scale = group.sharding.num_data_ranks / group.divide_factor
         local.register_hook(lambda grad: grad * scale)
     return local
 

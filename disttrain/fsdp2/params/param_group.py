@@ -17,7 +17,7 @@ from disttrain.fsdp2.modules.shown import ForeignTensor, Shown
 from disttrain.fsdp2.params.cast_shards import CastShards, latest
 from disttrain.fsdp2.params.flat import plan_flat
 from disttrain.fsdp2.params.param import LaidOut, ShardedParam, versions
-from disttrain.fsdp2.params.sharding import Sharding
+from disttrain.fsdp2.params.sharding import Sharding, num_keepers
 from disttrain.fsdp2.params.unsharded import UnshardedParams
 from disttrain.fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from disttrain.fsdp2.transfers.collectives import Hook
@@ -269,7 +269,8 @@ class ParamGroup:
         """
         assert self._unsharded is not None
         if keep_on is not None:
-            self._kept = self._unsharded.part_on(self.sharding.shard_rank, keep_on), keep_on
+            num_ranks = num_keepers(self.sharding.num_shards, keep_on)
+            self._kept = self._unsharded.part_on(self.sharding.shard_rank, num_ranks), num_ranks
         self.hide()
         self._unsharded.free()
 

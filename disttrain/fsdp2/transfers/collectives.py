@@ -157,11 +157,12 @@ class Averaging:
     after: float | None = None
 
     @classmethod
-    def over(cls, num_ranks: int, dtype: torch.dtype, factor: float | None, scale: float) -> Averaging:
-        """Division by `factor`, or by the number of ranks, and multiplication by `scale`."""
+    def over(cls, sharding: Sharding, dtype: torch.dtype, factor: float | None, scale: float) -> Averaging:
+        """Division by `factor`, or by the number of data ranks, and multiplication by `scale`."""
         if factor is None and dtype != torch.float16:
-            return cls(None, None if scale == 1.0 else 1.0 / scale)
-        whole = (num_ranks if factor is None else factor) / scale
+            rest = sharding.num_summed / scale
+            return cls(None, None if rest == 1.0 else rest)
+        whole = (sharding.num_data_ranks if factor is None else factor) / scale
         if dtype != torch.float16:
             return cls(1.0, whole)
         # In 16 bits sums may overflow and quotients underflow, so half of the division comes before the sum.

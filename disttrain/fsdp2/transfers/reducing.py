@@ -70,12 +70,11 @@ def reduce_together(owed: Sequence[Owed], scale: float | None = None) -> None:
         _Part(group, params, all_receive=scale is not None, may_be_in_place=may_be_in_place) for group, params in owed
     ]
     sharding, dtype = first.sharding, first.reduce_dtype
-    num_ranks = sharding.num_shards * sharding.num_replicas
-    factor = num_ranks if first.divide_factor is None and first.only_sums else first.divide_factor
+    factor = sharding.num_data_ranks if first.divide_factor is None and first.only_sums else first.divide_factor
     reduction_plan = ReductionPlan(
         sharding,
         first.reduction_group(),
-        Averaging.over(num_ranks, dtype, factor, 1.0 if scale is None else scale),
+        Averaging.over(sharding, dtype, factor, 1.0 if scale is None else scale),
         first.state.reduces_over_replicas,
         first.hook,
         first.hook_stream,

@@ -208,8 +208,10 @@ def _keep_linear(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward_of_linear(ctx: Any, grad: torch.Tensor) -> Any:
-    x, weight, bias = torch.ops.disttrain.grouped_linear_backward(grad, *ctx.saved_tensors, ctx.is_transposed)
-    return x, weight, None, bias if ctx.saved_tensors[3] is not None else None, None
+    # Once: a checkpoint computes what was saved anew, and gives it to one reader.
+    saved = ctx.saved_tensors
+    x, weight, bias = torch.ops.disttrain.grouped_linear_backward(grad, *saved, ctx.is_transposed)
+    return x, weight, None, bias if saved[3] is not None else None, None
 
 
 Optional = torch.Tensor | None

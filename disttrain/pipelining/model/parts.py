@@ -170,11 +170,22 @@ def _refuse_parameters(module: nn.Module) -> None:
 
 
 def _matrix_elements(module: nn.Module) -> int:
-    """A matrix that is used twice counts twice. Embeddings don't count, since their rows are only looked up."""
+    """A matrix that is used twice counts twice. Embeddings don't count, since their rows are only looked up; of experts
+    in one tensor those that a token has, where a router says how many."""
+    num_chosen = _experts_of_token(module)
     return sum(
-        parameter.numel()
+        parameter.numel() * min(num_chosen, parameter.shape[0]) // parameter.shape[0]
+        if parameter.ndim == 3 and num_chosen and parameter.shape[0]
+        else parameter.numel()
         for submodule in module.modules()
         if not isinstance(submodule, nn.Embedding)
         for parameter in submodule.parameters(recurse=False)
         if parameter.ndim > 1
     )
+
+
+def _experts_of_token(module: nn.Module) -> int:
+    """Returns how many experts a router in the module chooses for a token; 0 where there is none that says so."""
+    sources = [source for child in module.modules() for source in (child, getattr(child, "rule", None))]
+    numbers = [getattr(source, name, None) for source in sources for name in ("top_k", "num_experts_per_tok")]
+    return next((number for number in numbers if type(number) is int), 0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from disttrain.tp.layers.sequence import SequenceParallel
 from disttrain.tp.modules import check_module
 from disttrain.tp.planning.table import Entry, ParallelPlan
 from disttrain.tp.prepare import PrepareModuleInput
+from disttrain.tp.replicated import ReplicatedParallel
 from disttrain.tp.styles import ColwiseParallel, RowwiseParallel
 
 _NORMS = ("RMSNorm", "LayerNorm")
@@ -39,7 +40,8 @@ def plan_for(
 
     Known are embeddings, norms, and modules that hold the linear layers of an attention or an MLP, gated or not, with
     fewer heads for keys and values, or fused (query, key and value in one, gate and up in one); by their sizes, and by
-    their names where all are square. Sizes alone are looked at: the model may be on the meta device.
+    their names where all are square; and disttrain.experts' layers, which are cut along the hidden dim of each expert,
+    with their routers whole. Sizes alone are looked at: the model may be on the meta device.
 
     Args:   sequence_parallel  cut activations between layers along dim 1. Default: yes, but for models of transformers,
                                which take the length of the sequence from them.
@@ -54,7 +56,20 @@ def plan_for(
     dim = _hidden_size(model)
     entries: list[Entry] = []
     inside: set[str] = set()
+    experts = {name for name, module in model.named_modules() if _is_of_experts(module)}
     for name, module in model.named_modules():
+        if name in experts:
+            style = cast(Any, module).style_along_hidden(cuts_tokens=cuts_sequence)
+            entries += [] if style is None else [Entry(name, style, module, dim)]
+            inside.add(name)
+            continue
+        if _is_inside(name, experts):
+            continue
+        if _is_beside_experts(model, name) and _pair_of(module, dim) is None:
+            # Of a router each rank needs all, of its own tokens.
+            if cuts_sequence and any(True for _ in module.parameters()):
+                entries.append(Entry(name, ReplicatedParallel(), module, dim))
+            continue
         pair = _pair_of(module, dim)
         if pair is not None:
             entries += _cut_pair(name, module, pair, cuts_sequence, head_dim or _head_dim(model))
@@ -196,6 +211,16 @@ def _head_dim(module: nn.Module) -> int | None:
             if isinstance(heads, int) and isinstance(width, int):
                 return width // heads
     return None
+
+
+def _is_of_experts(module: nn.Module) -> bool:
+    return hasattr(module, "style_along_hidden")
+
+
+def _is_beside_experts(model: nn.Module, name: str) -> bool:
+    """True for a child of a module that has a layer of experts, too."""
+    parent = model.get_submodule(name.rpartition(".")[0])
+    return bool(name) and any(_is_of_experts(child) for child in parent.children())
 
 
 def _is_norm(module: nn.Module) -> bool:

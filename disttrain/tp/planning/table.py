@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -103,6 +103,8 @@ class ParallelPlan(dict[str, ParallelStyle]):
             if style.output_layouts is not None:
                 forward += share * _num_outputs(entry.module)
             return forward, backward
+        if (crossings := getattr(style, "crossings", None)) is not None:
+            return share * entry.dim * crossings[0], share * entry.dim * crossings[1]
         return 0.0, 0.0
 
 
@@ -124,15 +126,25 @@ def _described(style: ParallelStyle) -> str:
         "head_dim": "heads of {}",
         "num_blocks": "{} blocks",
         "sequence_dim": "dim {}",
+        "cuts_tokens": "tokens cut",
     }
     values = vars(style)
     parts = [
         text.format(values[name])
         for name, text in shown.items()
-        if values.get(name) is not None and (name, values[name]) != ("num_blocks", 1)
+        if values.get(name) is not None and values[name] is not False and (name, values[name]) != ("num_blocks", 1)
     ]
     kind = type(style).__name__.removesuffix("Parallel").lower()
-    return ", ".join([{"colwise": "columns", "rowwise": "rows"}.get(kind, kind), *parts])
+    return ", ".join([_KINDS.get(kind, kind), *parts])
+
+
+_KINDS: Final = {
+    "colwise": "columns",
+    "rowwise": "rows",
+    "experttensor": "each expert's hidden dim",
+    "replicated": "whole, on its own tokens",
+}
+"""Styles in few words."""
 
 
 def _aligned(rows: list[list[str]]) -> str:
