@@ -14,6 +14,7 @@ from torch import nn
 import disttrain
 from disttrain import checkpoint
 from disttrain.experts import pretrained_state_dict, shard_experts, use_experts
+from disttrain.fsdp2 import fully_shard
 from disttrain.testing import run_threads
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.cases.expert_blocks import BLOCKS, D
@@ -25,7 +26,7 @@ def block(name: str) -> nn.Module:
     model: nn.Module = BLOCKS[name]().double()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.5)
     return model
 
 
@@ -40,9 +41,9 @@ def check(name: str, counts: Sequence[int], exchange: str = "auto") -> None:
     rank = disttrain.get_rank()
     alone = block(name).eval()
     model = divided(copy.deepcopy(alone), len(counts), exchange)
-    x = torch.randn(sum(counts), D, generator=torch.Generator().manual_seed(3))
+    x = torch.randn(sum(counts), D, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     shape = (-1, D) if name in ("late_softmax", "biases") else (1, -1, D)
-    grad = torch.linspace(-1, 1, x.numel()).view(x.shape)
+    grad = torch.linspace(-1, 1, x.numel(), dtype=torch.float64).view(x.shape)
     own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
     outs, grads = [], []
     for module, part in ((alone, slice(None)), (model, own)):
@@ -171,3 +172,30 @@ def test_files_of_transformers_in_and_out(name: str, tmp_path: Path) -> None:
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     for key, value in again.state_dict().items():
         assert torch.equal(value, expected[key]), key
+
+
+def train_sharded(name: str, shape: tuple[int, int]) -> None:
+    """A list of experts under fully_shard over both axes: parameters after steps are one process's."""
+    rank, num_ranks = disttrain.get_rank(), disttrain.get_world_size()
+    mesh = disttrain.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep"))
+    alone = block(name)
+    model = copy.deepcopy(alone)
+    use_experts(model, report=lambda _: None)
+    shard_experts(model, mesh["ep"])
+    fully_shard(model, mesh=mesh["dp", "ep"]._flatten("fsdp"))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (alone, model)]
+    for step in range(2):
+        x = torch.randn(num_ranks, 5, D, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        losses = [each(part * 1).square().mean() for each, part in ((alone, x), (model, x[rank : rank + 1]))]
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    expected = dict(alone.named_parameters())
+    for key, value in whole(dict(model.named_parameters())).items():
+        torch.testing.assert_close(value, expected[key], msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 3), (2, 1)], ids=str)
+def test_lists_under_fully_shard(shape: tuple[int, int]) -> None:
+    run_threads(shape[0] * shape[1], train_sharded, "list_with_forward", shape)
