@@ -11,6 +11,7 @@ from torch import nn
 
 from disttrain.experts import use_experts
 from disttrain.experts.models.stacking import stacked
+from disttrain.kernels import use_kernels
 from tests.cases.expert_blocks import BLOCKS, D, E, GatedMlp, LoopOverHits, SortedRows
 from tests.cases.expert_models import CONFIGS, made
 
@@ -235,3 +236,16 @@ def test_weights_that_lie_side_by_side_are_not_copied() -> None:
     assert stacked(apart[::-1]).data_ptr() != storage.data_ptr()
     assert torch.equal(stacked(apart[::2]), storage[::2])
     assert stacked(apart[::2]).data_ptr() == storage.data_ptr()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_with_use_kernels(is_first: bool) -> None:
+    model = nn.ModuleDict({"list": LoopOverHits(), "sorter": BLOCKS["sorted_rows"]()}).double()
+    other = copy.deepcopy(model)
+    calls = [quietly, lambda each: use_kernels(each, report=lambda _: None)]
+    for call in calls if is_first else calls[::-1]:
+        call(other)
+    x = torch.randn(2, 7, D).double()
+    assert_same(model["list"], other["list"], x)
+    assert_same(model["sorter"], other["sorter"], x)
+    assert all(other["list"].experts._is_plain(expert) for expert in other["list"].experts)

@@ -148,5 +148,6 @@ def class_with(
 
     # To Dynamo, which counts graphs by code, other classes' are none of this one's.
     forward.__code__ = forward.__code__.replace()
+    forward._has_kernels = True  # type: ignore[attr-defined]  # to use_kernels, which leaves it
     described = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return type(base.__name__, (*kinds, base), {"forward": wraps(as_ever)(forward), **described, **values})
+    return type(base.__name__, (*kinds, base), {"forward": wraps(as_ever, updated=())(forward), **described, **values})

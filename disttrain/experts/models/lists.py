@@ -139,7 +139,7 @@ class ListedExperts(ExpertLayer):
         return self._how.mixed(experts[0], x, order, weights, self._weights.stacks(experts))
 
     def _is_plain(self, expert: nn.Module) -> bool:
-        if type(expert) is not self._expert or has_hooks(expert) or not self._assumed.holds(expert):
+        if not isinstance(expert, self._expert) or has_hooks(expert) or not self._assumed.holds(expert):
             return False
         layers = [named(expert, name) for name in (*self._weights.into, self._weights.down)]
         return all(type(layer) is nn.Linear and not has_hooks(layer) for layer in layers)

@@ -51,6 +51,9 @@ def use_experts(model: nn.Module, report: Callable[[str], None] = write) -> Adop
     transformers counts no more for what was taken. When a module's activation or limits are changed later, it computes
     as it did before.
 
+    Of a list that is divided, a rank keeps its own experts alone, under their names: saves have all ranks', and each
+    rank loads its own. Norms of all gradients and `StateDictOptions(full_state_dict=True)` know this rank's only.
+
     Call it before `shard_experts`, which then has the model's experts divided among ranks, and before `fully_shard`.
 
     Args:    report  is given the lines that say what was taken and left; the default prints them.
