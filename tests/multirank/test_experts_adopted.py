@@ -13,6 +13,7 @@ from torch import nn
 
 import disttrain
 from disttrain import checkpoint
+from disttrain.errors import ShardingError
 from disttrain.experts import pretrained_state_dict, shard_experts, use_experts
 from disttrain.fsdp2 import fully_shard
 from disttrain.testing import run_threads
@@ -199,3 +200,30 @@ def train_sharded(name: str, shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("shape", [(2, 2), (1, 3), (2, 1)], ids=str)
 def test_lists_under_fully_shard(shape: tuple[int, int]) -> None:
     run_threads(shape[0] * shape[1], train_sharded, "list_with_forward", shape)
+
+
+def load_whole() -> None:
+    alone = block("router_apart")
+    model = divided(block("router_apart"), 4)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.load_state_dict(alone.state_dict())
+    expected = alone.state_dict()
+    state = model.state_dict()
+    rank = disttrain.get_rank()
+    own = [key for key in expected if not key.startswith("experts.") or int(key.split(".")[1]) // 2 == rank]
+    assert list(state) == own
+    assert all(torch.equal(value, expected[key]) for key, value in state.items())
+    with pytest.raises(RuntimeError, match=r"Missing key.*gate"):
+        model.load_state_dict({key: value for key, value in expected.items() if "gate" not in key})
+    absent = model.experts[(2 * rank + 2) % 6 if rank < 3 else 0]
+    with pytest.raises(ShardingError, match=r"expert \d is on another rank"):
+        absent(torch.ones(1, D))
+    with pytest.raises(ShardingError, match="divided already"):
+        shard_experts(model, disttrain.init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))["ep"])
+
+
+def test_a_divided_list_takes_its_own_of_a_whole_state_dict() -> None:
+    """Six experts on four ranks: the last has none."""
+    run_threads(4, load_whole)
