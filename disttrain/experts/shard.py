@@ -84,8 +84,6 @@ class ExpertParallel(ParallelStyle):
 
 
 def _check(layer: ExpertLayer, mesh: DeviceMesh) -> None:
-    if layer.exchange is not None:
-        refuse(f"{type(layer).__name__} is divided already.", "Call shard_experts once, and before fully_shard.", mesh)
     for _, name, parameter in layer.expert_tensors():
         check_ours(NAME, name, parameter)
         if isinstance(parameter, DTensor) and layer.hidden_cut is None:
@@ -103,6 +101,8 @@ def _check(layer: ExpertLayer, mesh: DeviceMesh) -> None:
                 "Give each parameter the experts as its first dim, or as many experts to each rank.",
                 mesh,
             )
+    if layer.exchange is not None:
+        refuse(f"{type(layer).__name__} is divided already.", "Call shard_experts once, and before fully_shard.", mesh)
 
 
 def _shard(layer: ExpertLayer, mesh: DeviceMesh, src_data_rank: int | None) -> None:
