@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from disttrain.experts.exchange.dispatch import Dispatched, combine, dispatch
 from disttrain.experts.layer import Experts, MixtureOfExperts
+from disttrain.experts.models.pretrained import pretrained_state_dict
 from disttrain.experts.models.use import Adopted, Left, Taken, use_experts
 from disttrain.experts.routing.balance import Balance, balance_loss, z_loss
 from disttrain.experts.routing.bias import update_expert_bias, update_expert_biases
@@ -35,6 +36,7 @@ __all__ = [
     "combine",
     "dispatch",
     "expert_numbers",
+    "pretrained_state_dict",
     "read_statistics",
     "router_numbers",
     "set_loss_scale",
