@@ -10,7 +10,6 @@ from torch.func import functional_call
 
 from disttrain.dtensor import DTensor, Partial, Replicate, distribute_tensor
 from disttrain.mesh import DeviceMesh
-from disttrain.tp._torch import own_parameters
 from disttrain.tp.styles import ParallelStyle
 
 
@@ -21,7 +20,7 @@ class ReplicatedParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for child in module.modules():
-            for name, parameter in list(own_parameters(child)):
+            for name, parameter in list(child.named_parameters(recurse=False)):
                 whole = distribute_tensor(
                     parameter.detach(), device_mesh, [Replicate()], src_data_rank=self.src_data_rank
                 )
