@@ -65,7 +65,9 @@ def assert_trains_alike(
         model(own(rows(step))).square().mean().backward()
         whole(rows(step)).square().mean().backward()
         for (name, parameter), other in zip(model.named_parameters(), whole.parameters(), strict=True):
-            torch.testing.assert_close(parameter.grad.full_tensor(), other.grad, msg=lambda text, at=name: f"{at} {text}")
+            torch.testing.assert_close(
+                parameter.grad.full_tensor(), other.grad, msg=lambda text, at=name: f"{at} {text}"
+            )
         found = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         expected = nn.utils.clip_grad_norm_(whole.parameters(), max_norm)
         assert expected > max_norm
