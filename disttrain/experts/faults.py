@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -28,10 +28,10 @@ def tell_of(error: Exception, group: ProcessGroup) -> None:
 
 def tells(module: nn.Module, group: ProcessGroup) -> None:
     """Have `module` tell the ranks of `group`, too, of errors in its forward."""
-    if not isinstance(module, _Telling):
-        module.__class__ = _telling(type(module))
-        module._told_groups = ()
-    module._told_groups = (*module._told_groups, group)
+    groups: tuple[ProcessGroup, ...] = module._told_groups if isinstance(module, _Telling) else ()
+    if not groups:
+        module.__class__ = _telling(cast(Any, type(module)))
+    module.__dict__["_told_groups"] = (*groups, group)
 
 
 def let_tell(module: nn.Module, group: ProcessGroup) -> None:
@@ -52,9 +52,9 @@ class _Telling(nn.Module):
 
 
 @functools.cache
-def _telling(cls: type[nn.Module]) -> type[nn.Module]:
+def _telling(cls: type) -> Any:
     # Named here, not by super(): Dynamo does not find that of a class that was made while the program runs.
-    as_ever = cls.forward
+    as_ever: Any = cast(Any, cls).forward
 
     def forward(self: _Telling, *args: Any, **kwargs: Any) -> Any:
         try:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from disttrain.dtensor import Placement, Replicate, Shard, StridedShard
-from disttrain.experts.expert_layer import NOT_IN_GRAPHS, ExpertLayer, local_part, local_share
+from disttrain.experts.expert_layer import ExpertLayer, local_part, local_share
+from disttrain.experts.graphs import out_of_graphs
 from disttrain.experts.hidden_cut import hidden_placements
 from disttrain.kernels.grouped.form import GatedForm
 from disttrain.kernels.grouped.products import expert_mlp, mix_experts
@@ -160,12 +161,12 @@ class MixtureOfExperts(nn.Module):
             _, weights, indices = routing
         experts, shared_experts = self.experts, self.shared_experts
         if shared_experts is None or experts.exchange is None:
-            out = experts(tokens, indices, weights).view(x.shape)
+            out: torch.Tensor = experts(tokens, indices, weights).view(x.shape)
             return out if shared_experts is None else out + shared_experts(x)
         return _beside_shared(experts, shared_experts, x, indices, weights)
 
 
-@torch.compiler.disable(reason=NOT_IN_GRAPHS)
+@out_of_graphs
 def _beside_shared(
     experts: Experts, shared_experts: nn.Module, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
@@ -177,4 +178,5 @@ def _beside_shared(
     else:
         sending.send()
         shared = shared_experts(x)
-    return experts.finish(sending).view(x.shape) + shared
+    mixed: torch.Tensor = experts.finish(sending).view(x.shape) + shared
+    return mixed

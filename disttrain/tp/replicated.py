@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.func import functional_call
@@ -26,7 +26,7 @@ class ReplicatedParallel(ParallelStyle):
                 )
                 setattr(child, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
         if not isinstance(module, _OnParts):
-            module.__class__ = _on_parts(type(module))
+            module.__class__ = _on_parts(cast(Any, type(module)))
         return module
 
 
@@ -43,6 +43,6 @@ class _OnParts(nn.Module):
 
 
 @functools.cache
-def _on_parts(cls: type[nn.Module]) -> type[nn.Module]:
+def _on_parts(cls: type) -> Any:
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (_OnParts, cls), names)

@@ -1,4 +1,4 @@
-"""A mixture of experts in the plainest form, on one process or cut over ranks: each computes its experts of all tokens."""
+"""A plain mixture of experts, on one process or over ranks, each of which computes its experts of all tokens."""
 
 from __future__ import annotations
 

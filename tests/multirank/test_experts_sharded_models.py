@@ -142,7 +142,7 @@ def test_checkpoints_and_graphs_of_blocks_with_experts(change: Any, shape: tuple
 
 
 def trained_and_saved(models: list[nn.Module], path: str) -> dict[str, torch.Tensor]:
-    model, mesh = prepared(models, (1, 4))
+    model = prepared(models, (1, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     loss_of(model, sentences(disttrain.get_rank())).backward()
     optimizer.step()
@@ -150,12 +150,12 @@ def trained_and_saved(models: list[nn.Module], path: str) -> dict[str, torch.Ten
     return {name: full(value).clone() for name, value in values_of(model, optimizer)}
 
 
-def prepared(models: list[nn.Module], shape: tuple[int, int]) -> tuple[nn.Module, DeviceMesh]:
+def prepared(models: list[nn.Module], shape: tuple[int, int]) -> nn.Module:
     model = models[disttrain.get_rank()]
     mesh = disttrain.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep"))
     use_experts(model, report=lambda _: None)
     shard_experts(model, mesh["ep"])
-    return sharded(model, mesh), mesh
+    return sharded(model, mesh)
 
 
 def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def values_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[
 
 
 def check_loaded(models: list[nn.Module], shape: tuple[int, int], path: str, expected: dict[str, torch.Tensor]) -> None:
-    model, _ = prepared(models, shape)
+    model = prepared(models, shape)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     states = states_of(model, optimizer)
     checkpoint.load(states, path)
