@@ -84,8 +84,6 @@ class ExpertParallel(ParallelStyle):
 
 
 def _check(layer: ExpertLayer, mesh: DeviceMesh) -> None:
-    if layer.exchange is not None:
-        refuse(f"{type(layer).__name__} is divided already.", "Call shard_experts once, and before fully_shard.", mesh)
     for _, name, parameter in layer.expert_tensors():
         check_ours(NAME, name, parameter)
         if isinstance(parameter, DTensor) and layer.hidden_cut is None:
@@ -98,11 +96,13 @@ def _check(layer: ExpertLayer, mesh: DeviceMesh) -> None:
         rows, rest = divmod(len(parameter), num_experts)
         if rest or (rows > 1 and num_experts % mesh.size()):
             refuse(
-                f"{name} of {type(layer).__name__} has shape {tuple(parameter.shape)} for {num_experts} experts, and the"
-                f" axis has {mesh.size()} ranks.",
+                f"{name} of {type(layer).__name__} has shape {tuple(parameter.shape)} for {num_experts} experts; there"
+                f" are {mesh.size()} ranks.",
                 "Give each parameter the experts as its first dim, or as many experts to each rank.",
                 mesh,
             )
+    if layer.exchange is not None:
+        refuse(f"{type(layer).__name__} is divided already.", "Call shard_experts once, and before fully_shard.", mesh)
 
 
 def _shard(layer: ExpertLayer, mesh: DeviceMesh, src_data_rank: int | None) -> None:

@@ -20,7 +20,7 @@ from disttrain.fsdp2.modules.parametrized import keep_parametrizations
 from disttrain.fsdp2.modules.structure import unmanaged_modules
 from disttrain.fsdp2.modules.sync_batch_norm import on_cpus
 from disttrain.fsdp2.params.extensions import ExtensionGroup, has_gather_hooks
-from disttrain.fsdp2.params.param import Owner, ShardedParam, check_can_shard
+from disttrain.fsdp2.params.param import Owner, ShardedParam, check_can_shard, divided_along
 from disttrain.fsdp2.params.param_group import ParamGroup
 from disttrain.fsdp2.params.sharding import Sharding
 from disttrain.fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, TransferPolicy
@@ -99,7 +99,7 @@ def fully_shard(
         placement, own_mesh = _placement_of(parameter, shard_placement_fn, mesh)
         if own_mesh != mesh:
             _check_mesh(own_mesh, reshard_after_forward)
-        sharding = shardings[fqn] = Sharding.beside(own_mesh, parameter)
+        sharding = shardings[fqn] = Sharding.beside(own_mesh, parameter, divided_along(owners))
         dims[fqn] = _cut_dim(fqn, parameter, placement, mesh.get_rank(), sharding.dim_to_cut(parameter))
         sharding.spec_of(fqn, parameter, dims[fqn])
         if has_gather_hooks(fqn, parameter, owners, dims[fqn], mesh.get_rank()):

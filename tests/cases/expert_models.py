@@ -95,7 +95,7 @@ def made(name: str) -> nn.Module:
     model: nn.Module = getattr(transformers, f"{kind}ForCausalLM")(config).double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
+        for path, parameter in model.named_parameters():
+            if "norm" not in path:
                 parameter.normal_(0.0, 0.3, generator=generator)
     return model

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from disttrain.experts import use_experts
-from tests.cases.expert_blocks import BLOCKS, D
+from disttrain.experts.models.stacking import stacked
+from disttrain.kernels import use_kernels
+from tests.cases.expert_blocks import BLOCKS, D, E, GatedMlp, LoopOverHits, SortedRows
 from tests.cases.expert_models import CONFIGS, made
 
 
@@ -26,7 +28,9 @@ def assert_same(model: nn.Module, other: nn.Module, x: torch.Tensor) -> None:
         torch.manual_seed(0)
         out = each(given * 1)
         tensors = out if isinstance(out, tuple) else (out,)
-        sum((one * torch.linspace(-1, 1, one.numel(), dtype=one.dtype).view(one.shape)).sum() for one in tensors).backward()
+        sum(
+            (one * torch.linspace(-1, 1, one.numel(), dtype=one.dtype).view(one.shape)).sum() for one in tensors
+        ).backward()
         outs.append(tensors)
         grads.append([given.grad, *(parameter.grad for parameter in each.parameters())])
     torch.testing.assert_close(*outs)
@@ -76,4 +80,172 @@ def test_models_of_transformers(name: str) -> None:
         if one.grad is None:
             assert two.grad is None or not two.grad.any(), path
         else:
-            torch.testing.assert_close(two.grad, one.grad, rtol=1e-6, atol=1e-9, msg=lambda text, path=path: f"{path}: {text}")
+            torch.testing.assert_close(
+                two.grad, one.grad, rtol=1e-6, atol=1e-9, msg=lambda text, path=path: f"{path}: {text}"
+            )
+
+
+class Odd(nn.Module):
+    """Experts that are given a token each, which no other way to compute does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, E, bias=False)
+        self.experts = nn.ModuleList(GatedMlp() for _ in range(E))
+        self.top_k = 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2, -1)
+        capacity = len(x) * 2 // E
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            token, slot = torch.where(chosen == index)
+            token, slot = token[:capacity], slot[:capacity]
+            out[token] += weights[token, slot, None] * expert(x[token])
+        return out
+
+
+def _quantized() -> nn.Module:
+    model = SortedRows()
+    model.w1 = nn.Parameter(model.w1.detach().to(torch.int8), requires_grad=False)
+    return model
+
+
+def _with_scales() -> nn.Module:
+    model = SortedRows()
+    model.register_buffer("w1_scale", torch.ones(E))
+    return model
+
+
+def _wrapped() -> nn.Module:
+    model = SortedRows()
+    model.forward = model.forward  # type: ignore[method-assign]
+    return model
+
+
+def _of_ones_own() -> nn.Module:
+    model = made("Mixtral").model.layers[0].mlp
+    model.experts.config._experts_implementation = "eager"
+    vars(model.experts.config)["_experts_implementation_internal"] = "mine"
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (Odd, "what it computes on a small copy is none of the computations that are known"),
+        (_quantized, "it has parameters of torch.int8"),
+        (_with_scales, "it has w1_scale besides its experts' weights"),
+        (_wrapped, "its forward was replaced on the module itself, as some libraries do"),
+        (_of_ones_own, "its experts_implementation is 'mine', which is none of transformers' own"),
+    ],
+)
+def test_what_is_left_has_a_reason(make: Any, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make()
+    kind = type(model)
+    result = use_experts(model)
+    assert not result.taken
+    assert [one.why for one in result.left] == [why]
+    assert type(model) is kind
+    assert f"stays as it is: {why}\n" in capsys.readouterr().out
+
+
+def test_sizes_of_real_models_on_the_meta_device() -> None:
+    import transformers  # here, since it takes seconds
+
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig(num_hidden_layers=2))
+        lists = nn.ModuleList([LoopOverHits(64)])
+    assert [one.name for one in quietly(model).taken] == [f"model.layers.{layer}.mlp.experts" for layer in (0, 1)]
+    assert type(model.model.layers[0].mlp.experts) is type(model.model.layers[1].mlp.experts)
+    assert [one.name for one in quietly(lists).taken] == ["0"]
+
+
+def test_generating_and_checkpoints_of_activations() -> None:
+    model = made("Mixtral").eval()
+    other = copy.deepcopy(model)
+    quietly(other)
+    tokens = torch.randint(3, 32, (2, 4), generator=torch.Generator().manual_seed(0))
+    texts = [each.generate(tokens, max_new_tokens=4, do_sample=False) for each in (model, other)]
+    assert torch.equal(*texts)
+    other.activation_checkpointing_enable()
+    for each in (model.train(), other.train()):
+        torch.manual_seed(0)
+        each(tokens, labels=tokens, use_cache=False).loss.backward()
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad)
+
+
+def test_indices_that_name_no_expert_are_dropped() -> None:
+    experts = made("Mixtral").model.layers[0].mlp.experts
+    other = copy.deepcopy(experts)
+    quietly(other)
+    x = torch.randn(6, 16).double()
+    indices = torch.tensor([[0, 5], [5, 5], [1, 2], [4, 5], [3, 3], [5, 0]])
+    weights = torch.rand(6, 2).double()
+    torch.testing.assert_close(other(x, indices, top_k_weights=weights), experts(x, indices, top_k_weights=weights))
+
+
+def test_adapters_of_peft() -> None:
+    peft = pytest.importorskip("peft")
+    model = nn.ModuleDict({"block": LoopOverHits().double()})
+    other = copy.deepcopy(model)
+    quietly(other)
+    x = torch.randn(2, 7, D).double()
+    outs = []
+    for each in (model, other):
+        torch.manual_seed(0)
+        adapted = peft.inject_adapter_in_model(
+            peft.LoraConfig(r=2, target_modules=["w1", "w2"], init_lora_weights=False), each
+        )
+        outs.append(adapted["block"](x * 1)[0])
+        outs[-1].sum().backward()
+    torch.testing.assert_close(*outs)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        if one.grad is not None:
+            torch.testing.assert_close(one.grad, two.grad)
+
+
+def test_an_activation_that_is_replaced_later() -> None:
+    model = LoopOverHits().double()
+    experts = made("Mixtral").model.layers[0].mlp.experts
+    other = copy.deepcopy(experts)
+    quietly(model)
+    quietly(other)
+    for each in (experts, other):
+        each.act_fn = nn.Tanh()
+    x, indices, weights = torch.randn(6, 16).double(), torch.randint(0, 5, (6, 2)), torch.rand(6, 2).double()
+    torch.testing.assert_close(other(x, indices, weights), experts(x, indices, weights))
+    for expert in model.experts:
+        expert.act_fn = nn.Tanh()
+    same = LoopOverHits().double()
+    same.load_state_dict(model.state_dict())
+    for expert in same.experts:
+        expert.act_fn = nn.Tanh()
+    tokens = torch.randn(2, 7, D).double()
+    torch.testing.assert_close(model(tokens * 1), same(tokens * 1))
+
+
+def test_weights_that_lie_side_by_side_are_not_copied() -> None:
+    storage = torch.randn(4, 3, 6)
+    apart = [nn.Parameter(part) for part in storage]
+    result = stacked(apart)
+    assert result.data_ptr() == storage.data_ptr()
+    result.mul(torch.arange(4.0)[:, None, None]).sum().backward()
+    assert [part.grad.unique().tolist() for part in apart] == [[0.0], [1.0], [2.0], [3.0]]
+    assert stacked(apart[::-1]).data_ptr() != storage.data_ptr()
+    assert torch.equal(stacked(apart[::2]), storage[::2])
+    assert stacked(apart[::2]).data_ptr() == storage.data_ptr()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_with_use_kernels(is_first: bool) -> None:
+    model = nn.ModuleDict({"list": LoopOverHits(), "sorter": BLOCKS["sorted_rows"]()}).double()
+    other = copy.deepcopy(model)
+    calls = [quietly, lambda each: use_kernels(each, report=lambda _: None)]
+    for call in calls if is_first else calls[::-1]:
+        call(other)
+    x = torch.randn(2, 7, D).double()
+    assert_same(model["list"], other["list"], x)
+    assert_same(model["sorter"], other["sorter"], x)
+    assert all(other["list"].experts._is_plain(expert) for expert in other["list"].experts)

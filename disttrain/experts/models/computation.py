@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -95,7 +95,7 @@ class Computation:
             result: torch.Tensor = function(first)
             return result
         gate, up = first.chunk(2, -1)
-        return function(gate) * up  # type: ignore[no-any-return]
+        return function(gate) * up
 
 
 def _relu_squared(x: torch.Tensor) -> torch.Tensor:
@@ -115,6 +115,32 @@ FUNCTIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "F.sigmoid": torch.sigmoid,
 }
 """Activations that a forward may call without having them as attributes."""
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """Attributes of a module by which its computation was found: plain values, and the classes of its children."""
+
+    names: tuple[str, ...]
+    children: tuple[str, ...]
+    values: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Assumed:
+        """As the module has them now."""
+        names = tuple(name for name, value in vars(module).items() if isinstance(value, float | str))
+        children = tuple(name for name, _ in module.named_children())
+        return cls(names, children, _values(module, names, children))
+
+    def holds(self, module: nn.Module) -> bool:
+        """True if the module has them still."""
+        return _values(module, self.names, self.children) == self.values
+
+
+def _values(module: nn.Module, names: Sequence[str], children: Sequence[str]) -> tuple[Any, ...]:
+    # By name: modules get other classes of the same names when they are wrapped.
+    classes = (type(getattr(module, name, None)).__name__ for name in children)
+    return (*(getattr(module, name, None) for name in names), *classes)
 
 
 def named(module: Any, path: str) -> Any:

@@ -11,7 +11,7 @@ from torch import nn
 
 from disttrain.experts.expert_layer import ExpertLayer
 from disttrain.experts.models.blocks import block_forwards
-from disttrain.experts.models.computation import Computation
+from disttrain.experts.models.computation import Assumed, Computation
 from disttrain.experts.models.layers import FORWARDS, StackedExperts, class_with, routed
 from disttrain.experts.models.lists import ListedExperts, ListedWeights, listed_weights
 from disttrain.experts.models.replicas import Replica
@@ -129,7 +129,13 @@ def _of_list(module: nn.Module) -> Finding:
 
 
 def _of_listed(experts: nn.ModuleList, weights: ListedWeights, how: Computation) -> dict[str, Any]:
-    return {"_weights": weights, "_how": how, "_expert": type(experts[0]), "_call": "routed"}
+    return {
+        "_weights": weights,
+        "_how": how,
+        "_expert": type(experts[0]),
+        "_assumed": Assumed.of(experts[0]),
+        "_call": "routed",
+    }
 
 
 def _of_block(module: nn.Module, name: str) -> Finding:

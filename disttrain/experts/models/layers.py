@@ -13,7 +13,7 @@ from disttrain.dtensor import Placement, Replicate, Shard, StridedShard
 from disttrain.errors import ShapeError
 from disttrain.experts.expert_layer import ExpertLayer
 from disttrain.experts.hidden_cut import hidden_placements
-from disttrain.experts.models.computation import Computation, named
+from disttrain.experts.models.computation import Assumed, Computation, named
 from disttrain.experts.models.stacked import StackedWeights
 from disttrain.kernels.grouped.rows import ExpertOrder
 
@@ -137,12 +137,10 @@ def class_with(
     """
     base = type(module)
     as_ever: Any = base.forward
-    plain = [name for name, value in vars(module).items() if isinstance(value, float | str)]
-    children = [name for name, _ in module.named_children()]
-    assumed = _state(module, plain, children)
+    assumed = Assumed.of(module)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _state(self, plain, children) != assumed:
+        if not assumed.holds(self):
             layer = getattr(self, experts) if experts else self
             if getattr(layer, "exchange", None) is None:
                 return as_ever(self, *args, **kwargs)
@@ -150,12 +148,6 @@ def class_with(
 
     # To Dynamo, which counts graphs by code, other classes' are none of this one's.
     forward.__code__ = forward.__code__.replace()
+    forward._has_kernels = True  # type: ignore[attr-defined]  # to use_kernels, which leaves it
     described = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return type(base.__name__, (*kinds, base), {"forward": wraps(as_ever)(forward), **described, **values})
-
-
-def _state(module: nn.Module, plain: Sequence[str], children: Sequence[str]) -> tuple[Any, ...]:
-    return (
-        *(getattr(module, name, None) for name in plain),
-        *(type(getattr(module, name, None)).__name__ for name in children),
-    )
+    return type(base.__name__, (*kinds, base), {"forward": wraps(as_ever, updated=())(forward), **described, **values})

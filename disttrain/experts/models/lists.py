@@ -13,7 +13,7 @@ from torch import nn
 from disttrain.errors import ShardingError
 from disttrain.experts.exchange.plan import ExpertCut
 from disttrain.experts.expert_layer import ExpertLayer, local_part
-from disttrain.experts.models.computation import Computation, Stacks, named
+from disttrain.experts.models.computation import Assumed, Computation, Stacks, named
 from disttrain.experts.models.stacking import lie_evenly, stacked
 from disttrain.kernels._torch import has_hooks
 from disttrain.kernels.grouped.rows import ExpertOrder
@@ -50,7 +50,7 @@ class ListedWeights:
 
 
 def _together(rows: Sequence[Sequence[nn.Module]], name: str) -> tuple[torch.Tensor, ...]:
-    """The layers' parameters, stacked: gate's and up's each for itself where that copies nothing, else in one tensor."""
+    """The layers' parameters, stacked: gate's and up's each for itself where that copies nothing, else together."""
     columns = [[local_part(getattr(layer, name)) for layer in column] for column in zip(*rows, strict=True)]
     if len(columns) == 1 or all(lie_evenly(column) for column in columns):
         return tuple(stacked(column) for column in columns)
@@ -90,6 +90,7 @@ class ListedExperts(ExpertLayer):
     _weights: ListedWeights
     _how: Computation
     _expert: type[nn.Module]
+    _assumed: Assumed
 
     def count_experts(self) -> int:
         """The experts of all ranks."""
@@ -114,6 +115,10 @@ class ListedExperts(ExpertLayer):
                         broadcast(value.data, group=group, group_src=src_data_rank)
             if index not in mine:
                 self[index] = AbsentExpert(index)  # type: ignore[operator]
+                continue
+            for part in expert.modules():
+                # `fully_shard` asks for it: these parameters are no DTensors, and other ranks have others.
+                part.divided_along = mesh
 
     def compute(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """This rank's experts on rows that are sorted by them; one after the other where one is not as it was."""
@@ -134,7 +139,7 @@ class ListedExperts(ExpertLayer):
         return self._how.mixed(experts[0], x, order, weights, self._weights.stacks(experts))
 
     def _is_plain(self, expert: nn.Module) -> bool:
-        if type(expert) is not self._expert or has_hooks(expert):
+        if not isinstance(expert, self._expert) or has_hooks(expert) or not self._assumed.holds(expert):
             return False
         layers = [named(expert, name) for name in (*self._weights.into, self._weights.down)]
         return all(type(layer) is nn.Linear and not has_hooks(layer) for layer in layers)
@@ -155,9 +160,6 @@ class AbsentExpert(nn.Module):
             f"expert {self.index} is on another rank of its axis.",
             "Call the module that has the experts, which sends tokens to their ranks.",
         )
-
-    def extra_repr(self) -> str:
-        return f"{self.index}, on another rank"
 
     def _load_from_state_dict(self, *args: Any) -> None:
         """Take nothing, and miss nothing: the rank that has the expert loads it."""

@@ -105,10 +105,10 @@ def results(
         for value in tensors
         if value.requires_grad
     ]
-    if not losses:
-        return tensors, []
     targets = [each for each in (*module.parameters(), *given) if each.requires_grad]
-    grads = torch.autograd.grad(sum(losses, torch.zeros(())), targets, allow_unused=True)
+    if len(losses) == 0:
+        return tensors, []
+    grads: Sequence[torch.Tensor | None] = torch.autograd.grad(sum(losses, torch.zeros(())), targets, allow_unused=True)
     return tensors, [
         torch.zeros_like(target) if grad is None else grad for grad, target in zip(grads, targets, strict=True)
     ]

@@ -95,7 +95,7 @@ def _of_shapes(
         return
     if len(first) != 3 or len(last) != 3 or first[0] != last[0]:
         return
-    has_gate = len(into) == 2 or not (first[2], first[1]) == (last[1], last[2])
+    has_gate = len(into) == 2 or (first[2], first[1]) != (last[1], last[2])
     factor = 2 if has_gate and len(into) == 1 else 1
     for is_transposed in (False, True):
         (rows, width), (back, hidden) = (first[1:], last[1:]) if not is_transposed else (first[:0:-1], last[:0:-1])

@@ -13,7 +13,7 @@ def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     stride = _distance(tensors)
     if stride is None:
         return torch.stack(list(tensors))
-    result: torch.Tensor = _SideBySide.apply(stride, *tensors)
+    result: torch.Tensor = _SideBySide.apply(stride, *tensors)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -94,7 +94,7 @@ def agreed(
 ) -> tuple[int | None, str]:
     """The first candidate that gives what `forward` gives, in training and evaluation, or why there is none.
 
-    One that agrees in fp64 comes before those that agree in fp32, in which some modules compute whatever they are given.
+    One that agrees in fp64 comes before those that agree in fp32, in which some modules compute whatever they get.
     """
     problem = ""
     for given in inputs:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from torch import nn
 
 from disttrain.console import write
 from disttrain.experts.expert_layer import ExpertLayer
 from disttrain.experts.models.finding import Finding, found, looks_like_experts
+
+_UNKNOWN: Final = "its parameters have no form that is known"
 
 
 class Taken(NamedTuple):
@@ -49,6 +51,9 @@ def use_experts(model: nn.Module, report: Callable[[str], None] = write) -> Adop
     transformers counts no more for what was taken. When a module's activation or limits are changed later, it computes
     as it did before.
 
+    Of a list that is divided, a rank keeps its own experts alone, under their names: saves have all ranks', and each
+    rank loads its own. Norms of all gradients and `StateDictOptions(full_state_dict=True)` know this rank's only.
+
     Call it before `shard_experts`, which then has the model's experts divided among ranks, and before `fully_shard`.
 
     Args:    report  is given the lines that say what was taken and left; the default prints them.
@@ -65,7 +70,7 @@ def use_experts(model: nn.Module, report: Callable[[str], None] = write) -> Adop
         finding = found(module, known)
         if finding is None:
             if looks_like_experts(module, name):
-                left.append(Left(name, "its parameters have no form that is known"))
+                left.append(Left(name, _UNKNOWN))
             continue
         covered |= {*module.modules()} if finding.kind is None else set()
         if finding.kind is None:
@@ -74,6 +79,8 @@ def use_experts(model: nn.Module, report: Callable[[str], None] = write) -> Adop
         finding.apply(module)
         taken.append(Taken(name, type(module).__name__))
     left = [one for one in left if not any(_is_within(one.name, other.name) for other in taken)]
+    known_left = [one.name for one in left if one.why != _UNKNOWN]
+    left = [one for one in left if one.why != _UNKNOWN or not any(_is_within(one.name, name) for name in known_left)]
     counts = Counter(one.what for one in taken)
     lines = ", ".join(f"{count} x {what}" for what, count in sorted(counts.items())) or "nothing"
     report(f"use_experts: {type(model).__name__}: {lines}")

@@ -26,6 +26,7 @@ from disttrain.fsdp2._torch import (
 )
 from disttrain.fsdp2.params.flat import FlatSlot
 from disttrain.fsdp2.params.sharding import Sharding
+from disttrain.mesh import DeviceMesh
 
 _SHARD_OF = "_disttrain_shard_of"
 """Says whose shard a parameter is, by a number."""
@@ -263,6 +264,12 @@ class LaidOut:
         return are_same(map(dict.get, self._parameters, self._names), self._shards) and are_same(
             map(local_part, self._shards), self._views
         )
+
+
+def divided_along(owners: Sequence[Owner]) -> DeviceMesh | None:
+    """The axis whose ranks have other parameters in the place of this one, as of experts that are modules of their own:
+    modules say so by an attribute `divided_along`."""
+    return next((axis for owner in owners if (axis := vars(owner.module).get("divided_along")) is not None), None)
 
 
 def check_can_shard(fqn: str, parameter: nn.Parameter, device: torch.device, rank: int) -> None:

@@ -26,9 +26,14 @@ class Sharding:
     num_summed: int = 1
 
     @classmethod
-    def beside(cls, mesh: DeviceMesh, parameter: torch.Tensor) -> Sharding:
+    def beside(cls, mesh: DeviceMesh, parameter: torch.Tensor, along: DeviceMesh | None = None) -> Sharding:
         """Over the ranks of `mesh` that have the same part of the parameter: where that is a DTensor along axes that
-        lie within those of `mesh`, as an expert's is, over the rest of them."""
+        lie within those of `mesh`, as an expert's is, over the rest of them.
+
+        Args: along  the axis whose ranks have other parameters in the place of this one, which is no DTensor.
+        """
+        if along is not None:
+            return cls(*without(mesh, along, [0]))
         if not isinstance(parameter, DTensor):
             return cls(mesh)
         cut = [axis for axis, placement in enumerate(parameter.placements) if placement.cut_dim is not None]
