@@ -73,7 +73,8 @@ class ExpertLayer(nn.Module):
             order, self.num_dropped = ordered(indices, num_experts, self.capacity)
             sums = self.mix_here(x, order, weights)
             return sums if self.hidden_cut is None else self.hidden_cut.leaving(sums)
-        return self._mix_over_ranks(x, indices, weights)
+        result: torch.Tensor = self._mix_over_ranks(x, indices, weights)
+        return result
 
     @out_of_graphs
     def _mix_over_ranks(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

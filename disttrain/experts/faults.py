@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, cast
+from typing import Any, Final, cast
 
 from torch import nn
 
@@ -28,10 +28,10 @@ def tell_of(error: Exception, group: ProcessGroup) -> None:
 
 def tells(module: nn.Module, group: ProcessGroup) -> None:
     """Have `module` tell the ranks of `group`, too, of errors in its forward."""
-    groups: tuple[ProcessGroup, ...] = module._told_groups if isinstance(module, _Telling) else ()
-    if not groups:
-        module.__class__ = _telling(cast(Any, type(module)))
-    module.__dict__["_told_groups"] = (*groups, group)
+    if not isinstance(module, _Telling):
+        module.__class__ = _telling((type(module),))
+        setattr(module, _TOLD_GROUPS, ())
+    setattr(module, _TOLD_GROUPS, (*getattr(module, _TOLD_GROUPS), group))
 
 
 def let_tell(module: nn.Module, group: ProcessGroup) -> None:
@@ -51,8 +51,12 @@ class _Telling(nn.Module):
     _told_groups: tuple[ProcessGroup, ...]
 
 
+_TOLD_GROUPS: Final = "_told_groups"
+
+
 @functools.cache
-def _telling(cls: type) -> Any:
+def _telling(classes: tuple[type[nn.Module]]) -> type[nn.Module]:
+    (cls,) = classes
     # Named here, not by super(): Dynamo does not find that of a class that was made while the program runs.
     as_ever: Any = cast(Any, cls).forward
 

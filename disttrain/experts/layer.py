@@ -162,8 +162,14 @@ class MixtureOfExperts(nn.Module):
         experts, shared_experts = self.experts, self.shared_experts
         if shared_experts is None or experts.exchange is None:
             out: torch.Tensor = experts(tokens, indices, weights).view(x.shape)
-            return out if shared_experts is None else out + shared_experts(x)
-        return _beside_shared(experts, shared_experts, x, indices, weights)
+            if shared_experts is not None:
+                out = out + shared_experts(x)
+        else:
+            out = _beside_shared(experts, shared_experts, x, indices, weights)
+        counters: Any = getattr(self.router, "counters", None)
+        if counters is not None and self.training and experts.num_dropped is not None:
+            counters.add_dropped(experts.num_dropped)
+        return out
 
 
 @out_of_graphs
@@ -171,12 +177,11 @@ def _beside_shared(
     experts: Experts, shared_experts: nn.Module, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     sending = experts.begin(x.reshape(-1, x.shape[-1]), indices, weights, beside=True)
+    if not sending.is_beside:
+        sending.send()
+    shared: torch.Tensor = shared_experts(x)
     if sending.is_beside:
-        # The GPU computes while the host waits for the sizes.
-        shared = shared_experts(x)
+        # The GPU computes the shared experts while the host waits for the sizes.
         sending.send()
-    else:
-        sending.send()
-        shared = shared_experts(x)
     mixed: torch.Tensor = experts.finish(sending).view(x.shape) + shared
     return mixed

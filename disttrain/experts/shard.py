@@ -40,7 +40,9 @@ def shard_experts(
                             earliest tokens' are kept, and `num_dropped` of a layer counts the others of its last
                             forward. None: all are kept.
              exchange       "all_to_all": of the sizes that are needed, which the host reads; "padded": of one size,
-                            which takes more memory and needs no word of the host, for steps that are captured.
+                            which takes more memory and needs no word of the host, for steps that are captured;
+                            "peers": likewise, and between GPUs of one host, which write to each other's memory what
+                            there is, and no more.
              src_data_rank  the rank along the axis whose parameters count; None: all have the same, nothing is sent.
     Returns: `module`.
     Raises:  MeshError for a mesh of several axes; ShardingError when `module` has no experts, or they are cut already;

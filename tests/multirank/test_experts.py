@@ -8,11 +8,15 @@ import pytest
 import torch
 
 import disttrain
+from disttrain.errors import BackendError
 from disttrain.experts import ExpertParallel, shard_experts
+from disttrain.experts.exchange.peers import Peers
+from disttrain.mesh import DeviceMesh
 from disttrain.testing import run_threads
 from disttrain.testing.pytest_plugin import on_ranks
 from disttrain.tp import parallelize_module
 from tests.cases.expert_layers import JUDGES, judge, ours, tokens
+from tests.cases.row_memory import Host
 
 UNEVEN = [
     (8, 2, [5, 3]),
@@ -25,14 +29,26 @@ UNEVEN = [
 """Experts, how many each token has, and each rank's tokens."""
 
 
+def ep_mesh() -> DeviceMesh:
+    return disttrain.init_device_mesh("cpu", (disttrain.get_world_size(),), mesh_dim_names=("ep",))["ep"]
+
+
 def check(
-    name: str, num_experts: int, k: int, counts: Sequence[int], chosen: int | None = None, exchange: str = "auto"
+    name: str,
+    num_experts: int,
+    k: int,
+    counts: Sequence[int],
+    chosen: int | None = None,
+    exchange: str = "auto",
+    host: Host | None = None,
 ) -> None:
     """Outputs and gradients on this rank; `chosen`: all tokens go to this expert."""
     rank = disttrain.get_rank()
-    mesh = disttrain.init_device_mesh("cpu", (len(counts),), mesh_dim_names=("ep",))
+    mesh = ep_mesh()
     alone = judge(name, num_experts)
-    layer = shard_experts(ours(alone), mesh["ep"], exchange=exchange)
+    layer = shard_experts(ours(alone), mesh, exchange=exchange)
+    if host is not None and len(counts) > 1:
+        layer.exchange = Peers(mesh.get_group(), make_memory=host.make)
     parts = [tokens(other, count, k, num_experts) for other, count in enumerate(counts)]
     if chosen is not None:
         parts = [(x, torch.full_like(indices, chosen), weights) for x, indices, weights in parts]
@@ -73,6 +89,19 @@ def test_values_of_exchanges_of_one_size(num_experts: int, k: int, counts: list[
     run_threads(len(counts), check, "mixtral", num_experts, k, counts, 0, "padded")
 
 
+@pytest.mark.parametrize(("num_experts", "k", "counts"), UNEVEN, ids=str)
+def test_values_of_rows_that_are_written_to_others_memory(num_experts: int, k: int, counts: list[int]) -> None:
+    run_threads(len(counts), check, "gpt_oss", num_experts, k, counts, None, "auto", Host(len(counts)))
+    run_threads(len(counts), check, "mixtral", num_experts, k, counts, 0, "auto", Host(len(counts)))
+
+
+@on_ranks(2)
+def test_memory_that_ranks_cannot_reach_is_refused_on_all() -> None:
+    layer = shard_experts(ours(judge("mixtral", 4)), ep_mesh(), exchange="peers")
+    with pytest.raises(BackendError, match="cannot write to each other's memory"):
+        layer(*tokens(disttrain.get_rank(), 3, 2, 4))
+
+
 @on_ranks(2, 3)
 def test_values_over_gloo() -> None:
     size = disttrain.get_world_size()
@@ -83,9 +112,9 @@ def test_values_over_gloo() -> None:
 
 def test_a_plan_with_the_style() -> None:
     def body() -> None:
-        mesh = disttrain.init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+        mesh = ep_mesh()
         model = torch.nn.ModuleDict({"experts": ours(judge("mixtral", 4))})
-        parallelize_module(model, mesh["ep"], {"experts": ExpertParallel()})
+        parallelize_module(model, mesh, {"experts": ExpertParallel()})
         assert model["experts"].gate_up_proj.to_local().shape[0] == 2
 
     run_threads(2, body)

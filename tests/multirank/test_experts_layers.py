@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import time
 from typing import Any
 
@@ -17,7 +18,7 @@ from disttrain.experts import Experts, MixtureOfExperts, combine, dispatch, shar
 from disttrain.mesh import DeviceMesh
 from disttrain.testing import run_threads
 from disttrain.testing.pytest_plugin import on_ranks
-from tests.cases.expert_layers import HIDDEN, INTER, judge, ours, tokens
+from tests.cases.expert_layers import HIDDEN, INTER, JUDGES, block, judge, our_block, ours, tokens
 
 
 class Router(nn.Module):
@@ -47,8 +48,8 @@ class Model(nn.Module):
         self.checkpointed = checkpointed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            ran = block(x) if self.checkpointed is None else checkpoint(block, x, use_reentrant=self.checkpointed)
+        for layer in self.blocks:
+            ran = layer(x) if self.checkpointed is None else checkpoint(layer, x, use_reentrant=self.checkpointed)
             x = x + ran
         return self.head(x)
 
@@ -101,6 +102,44 @@ def test_a_model_has_the_gradients_of_one_process(size: int, exchange: str, chec
         torch.testing.assert_close(grads_of(model), grads_of(reference))
 
     run_threads(size, body)
+
+
+@pytest.mark.parametrize("name", list(JUDGES))
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_blocks_of_transformers_have_the_gradients_of_one_process(size: int, name: str) -> None:
+    alone = block(name, 5, 2)
+
+    def body() -> None:
+        reference, parts = copy.deepcopy(alone), batch(0, size)
+        layer = shard_experts(our_block(alone), ep_mesh())
+        whole, own = torch.cat(parts, 1).requires_grad_(), parts[disttrain.get_rank()].requires_grad_()
+        out, expected = layer(own), reference(whole)
+        expected = expected[0] if isinstance(expected, tuple) else expected
+        begin = sum(part.shape[1] for part in parts[: disttrain.get_rank()])
+        torch.testing.assert_close(out, expected[:, begin : begin + own.shape[1]])
+        out.square().sum().backward()
+        expected.square().sum().backward()
+        torch.testing.assert_close(own.grad, whole.grad[:, begin : begin + own.shape[1]])
+        sum_dense(layer)
+        wanted = {key.replace("gate.", "router."): grad for key, grad in grads_of(reference).items()}
+        # DeepSeek-V3's router computes in fp32, so that ranks' terms of its gradient are rounded.
+        close = {"rtol": 1e-4, "atol": 1e-3} if name == "deepseek_v3" else {}
+        for key, grad in grads_of(layer).items():
+            torch.testing.assert_close(grad, wanted.pop(key), **(close if key.startswith("router") else {}))
+        assert not wanted
+
+    run_threads(size, body)
+
+
+def test_a_module_keeps_its_name_and_what_its_forward_takes() -> None:
+    def body() -> None:
+        model = mixture()
+        shard_experts(model, ep_mesh())
+        assert type(model).__name__ == "MixtureOfExperts"
+        assert isinstance(model, MixtureOfExperts)
+        assert list(inspect.signature(model.forward).parameters) == ["x"]
+
+    run_threads(2, body)
 
 
 @on_ranks(2)
@@ -177,6 +216,28 @@ def test_each_expert_keeps_the_earliest(size: int, capacity: float, exchange: st
     run_threads(size, body)
 
 
+def test_a_router_that_counts_is_told_what_was_dropped() -> None:
+    class Counters:
+        num_dropped = 0
+
+        def add_dropped(self, num_dropped: torch.Tensor) -> None:
+            self.num_dropped += int(num_dropped)
+
+    def body() -> None:
+        model = mixture()
+        model.router.counters = Counters()
+        shard_experts(model, ep_mesh(), capacity=0.01)
+        # One row of each expert has room.
+        model(torch.randn(30, HIDDEN, dtype=torch.float64))
+        counted = model.router.counters.num_dropped
+        assert 60 > counted >= 55
+        model.eval()
+        model(torch.randn(30, HIDDEN, dtype=torch.float64))
+        assert model.router.counters.num_dropped == counted
+
+    run_threads(2, body)
+
+
 def test_dispatch_and_combine_are_inverse() -> None:
     def body() -> None:
         x, indices, weights = tokens(disttrain.get_rank(), 4, 2, 3)
@@ -226,6 +287,24 @@ def test_nobody_waits_for_a_rank_that_raises(how: str, text: str) -> None:
     assert time.monotonic() - since_s < 10
 
 
+@on_ranks(2, timeout_s=30)
+def test_nobody_waits_in_backward_for_a_rank_whose_forward_has_raised() -> None:
+    model = shard_experts(Model(), ep_mesh())
+    x = torch.randn(2, 3, HIDDEN, dtype=torch.float64)
+    disttrain.barrier()
+    since_s = time.monotonic()
+    if disttrain.get_rank() == 1:
+        model.head.register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(x)
+        time.sleep(1)
+    else:
+        loss = model(x).sum()
+        with pytest.raises(CollectiveMismatchError, match=r"rank 1 refused experts: .*division by zero"):
+            loss.backward()
+    assert time.monotonic() - since_s < 10
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_all_ranks_raise_for_weights_of_one_that_are_not_finite(bad: float) -> None:
@@ -249,6 +328,7 @@ def test_bad_input_raises_alike_on_all_ranks() -> None:
         ((x, indices[:2], weights[:2]), "for x of 3 tokens"),
         ((x, indices, weights[:, :1]), r"weights are .* \(3, 1\) for indices of shape \(3, 2\)"),
         ((x[None], indices, weights), r"x is torch.float64 of shape \(1, 3, 12\)"),
+        ((x, indices[:, :0], weights[:, :0]), "each token has 0 experts"),
         ((x, indices.repeat(1, 3), weights.repeat(1, 3)), "each token has 6 experts, and there are 4"),
     ):
         with pytest.raises(ShapeError, match=text):
@@ -271,7 +351,7 @@ def test_meshes_and_modules_that_do_not_fit() -> None:
         with pytest.raises(ShardingError, match="Linear has no experts"):
             shard_experts(nn.Linear(2, 2), mesh["dp"])
         shard_experts(layer, mesh["dp"])
-        with pytest.raises(ShardingError, match="is a DTensor already"):
+        with pytest.raises(ShardingError, match="is divided already"):
             shard_experts(layer, mesh["dp"])
 
     run_threads(2, body)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from disttrain.errors import ShapeError
+from disttrain.errors import CompileError, ShapeError
 from disttrain.experts.exchange.arrangement import arrange
 from disttrain.experts.exchange.base import NAME, Exchange
 from disttrain.experts.exchange.plan import ExpertCut
-from disttrain.experts.exchange.sizes import counts_of
+from disttrain.experts.exchange.sizes import packed
 from disttrain.kernels.grouped.rows import ExpertOrder
 from disttrain.process_group import ProcessGroup, Work, all_to_all_single
 
@@ -26,9 +26,15 @@ class AllToAll(Exchange):
 
     def route(self, order: ExpertOrder, num_experts: int, weights: torch.Tensor | None, most_rows: int) -> SizedRoute:
         """Begin to exchange the sizes; see `Exchange`."""
-        size = self.group.group_size
-        cut = ExpertCut(num_experts, size)
-        sizes = _packed(order.ends, cut, weights)
+        if order.ends.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise CompileError(
+                NAME,
+                "the host reads the sizes of an exchange, and no recording can wait for the host.",
+                "Call shard_experts with exchange='padded', or 'peers' on one host.",
+                rank=self.group.world.rank,
+            )
+        cut = ExpertCut(num_experts, self.group.group_size)
+        sizes = packed(order.ends, cut, weights)
         work = all_to_all_single(sizes[1], sizes[0], group=self.group, async_op=True)
         assert work is not None
         return SizedRoute(self, order, cut, sizes, work)
@@ -90,21 +96,21 @@ class SizedRoute:
     def _read(self) -> tuple[list[int], list[int]]:
         """Read the sizes, and learn from them how what comes is to be sorted."""
         sizes = self._sizes
+        chunk = self._cut.chunk
         if self._host is not None and self._copied is not None:
             self._copied.synchronize()
-            table = self._host.numpy().copy()
+            tails = self._host[:, :, chunk:].tolist()
             self._owner.give_back(self._host)
         else:
-            table = sizes.numpy()
-        chunk = self._cut.chunk
-        findings = table[1, :, chunk]
-        # Not finite less itself is nan.
-        if (findings - findings).any():
-            self._refuse([rank for rank, finding in enumerate(findings) if finding - finding])
-        sent, received = table[:, :, :chunk].sum(-1).astype(int).tolist()
+            tails = sizes[:, :, chunk:].tolist()
+        # What is not finite, less itself, is nan.
+        bad = [rank for rank, (_, finding) in enumerate(tails[1]) if finding - finding]
+        if bad:
+            self._refuse(bad)
+        sent, received = ([int(total) for total, _ in side] for side in tails)
         self._splits = sent, received
         # Not the pad of a rank that has fewer experts than others.
-        counts = sizes[1, :, : len(self._cut.experts_of(self._group.group_rank))].to(torch.int64)
+        counts = sizes[1, :, : len(self._cut.experts_of(self._group.group_rank))]
         self._arrival = arrange(counts, sum(received))
         self.ends = self._arrival.ends
         return self._splits
@@ -118,15 +124,3 @@ class SizedRoute:
             "Look at that rank's batch and at the router's input; detect_anomaly finds where it arose.",
             rank=self._group.world.rank,
         )
-
-
-def _packed(ends: torch.Tensor, cut: ExpertCut, weights: torch.Tensor | None) -> torch.Tensor:
-    """(2, ranks, chunk + 1): in the first half the rows for each rank's experts, and the sum of the weights.
-
-    In double precision, which holds counts exactly and what is not finite as well.
-    """
-    sizes = torch.zeros((2, cut.num_ranks, cut.chunk + 1), dtype=torch.float64, device=ends.device)
-    sizes[0, :, : cut.chunk] = counts_of(ends, cut)
-    if weights is not None:
-        sizes[0, :, cut.chunk] = weights.detach().sum(dtype=torch.promote_types(weights.dtype, torch.float32))
-    return sizes

@@ -14,6 +14,7 @@ from disttrain.experts.exchange.all_to_all import AllToAll
 from disttrain.experts.exchange.base import NAME, Exchange
 from disttrain.experts.exchange.legs import Leg, Route
 from disttrain.experts.exchange.padded import Padded
+from disttrain.experts.exchange.peers import Peers
 from disttrain.experts.exchange.plan import ExpertCut
 from disttrain.experts.exchange.sizes import keep_earliest, room_of
 from disttrain.kernels.grouped.rows import ExpertOrder, combine_rows, sort_by_expert, take_rows
@@ -218,8 +219,10 @@ KINDS: Mapping[str, Callable[[ProcessGroup], Exchange]] = {
     "auto": AllToAll,
     "all_to_all": AllToAll,
     "padded": Padded,
+    "peers": Peers,
 }
-"""By name: of the sizes that are needed, which the host reads; of one size, for steps that are captured."""
+"""By name: of the sizes that are needed, which the host reads; of one size, for steps that are captured; by writing to
+the memory of the other GPUs of the host, which needs neither."""
 
 
 _INDEX_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
@@ -235,10 +238,10 @@ def _problem(
         return f"x has {x.shape[1]} columns, and the experts take {width}.", "Give rows as wide as the weights."
     if indices.dim() != 2 or len(indices) != len(x) or indices.dtype not in _INDEX_DTYPES:
         return f"indices are {_shown(indices)} for x of {len(x)} tokens.", "Give integers of shape (tokens, k)."
-    if indices.shape[1] > num_experts:
+    if not 1 <= indices.shape[1] <= num_experts:
         return (
             f"each token has {indices.shape[1]} experts, and there are {num_experts}.",
-            "Choose as many as there are, at most.",
+            "Choose one at least, and as many as there are at most.",
         )
     if weights is not None and (weights.shape != indices.shape or not weights.is_floating_point()):
         return f"weights are {_shown(weights)} for indices of shape {tuple(indices.shape)}.", "Give one per index."

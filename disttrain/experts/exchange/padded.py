@@ -15,10 +15,11 @@ from disttrain.experts.exchange.plan import ExpertCut
 from disttrain.experts.exchange.sizes import counts_of
 from disttrain.kernels.grouped.rows import ExpertOrder
 from disttrain.process_group import ProcessGroup, ReduceOp, Work, all_reduce, all_to_all_single
+from disttrain.process_group.watching.refusals import ANY
 
 
-class Padded(Exchange):
-    """Sends as much as there may be.
+class FixedRoom(Exchange):
+    """An exchange whose memory has one size.
 
     Args: most_rows  that one rank may send to another in any exchange; None: as many as the first exchange may need on
                      the rank that has most. Alike on all ranks.
@@ -28,10 +29,21 @@ class Padded(Exchange):
         super().__init__(group)
         self.most_rows = most_rows
 
-    def route(self, order: ExpertOrder, num_experts: int, weights: torch.Tensor | None, most_rows: int) -> PaddedRoute:
-        """Exchange the sizes; see `Exchange`."""
+    @property
+    def checked_room(self) -> int:
+        """The rows of `room`, once it was asked for."""
+        assert self.most_rows is not None
+        return self.most_rows
+
+    def room(self, most_rows: int, device: torch.device) -> int:
+        """The rows that one rank may send to another, where this rank may have so many. Collective.
+
+        Raises: ShapeError where they are more than there is room for; the other ranks are told.
+        """
         if self.most_rows is None:
-            self.most_rows = self._agreed(most_rows, order.order.device)
+            most = torch.tensor([most_rows], device=device)
+            all_reduce(most, ReduceOp.MAX, group=self.group)
+            self.most_rows = max(1, int(most))
         if most_rows > self.most_rows:
             error = ShapeError(
                 NAME,
@@ -39,14 +51,18 @@ class Padded(Exchange):
                 "Begin with the largest batch, give most_rows, or bound what an expert takes by a capacity.",
                 rank=self.group.world.rank,
             )
-            self.group.refuse(NAME, error, "all_to_all_single")
+            self.group.refuse(NAME, error, ANY)
             raise error
-        return PaddedRoute(self.group, order, ExpertCut(num_experts, self.group.group_size), self.most_rows)
+        return self.most_rows
 
-    def _agreed(self, most_rows: int, device: torch.device) -> int:
-        most = torch.tensor([most_rows], device=device)
-        all_reduce(most, ReduceOp.MAX, group=self.group)
-        return int(most)
+
+class Padded(FixedRoom):
+    """Sends as much as there may be."""
+
+    def route(self, order: ExpertOrder, num_experts: int, weights: torch.Tensor | None, most_rows: int) -> PaddedRoute:
+        """Exchange the sizes; see `Exchange`."""
+        room = self.room(most_rows, order.order.device)
+        return PaddedRoute(self.group, order, ExpertCut(num_experts, self.group.group_size), room)
 
 
 class PaddedRoute:

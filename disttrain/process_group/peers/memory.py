@@ -229,16 +229,44 @@ def peer_memory_of(group: ProcessGroup, device: torch.device) -> PeerMemory | No
     return memory
 
 
+def share_memory(group: ProcessGroup, device: torch.device, num_bytes: int) -> SharedMemory | None:
+    """So many bytes of GPU memory on each rank of the group, for one user's own order of barriers.
+
+    None where ranks are on several hosts, or GPUs cannot reach each other. Collective.
+    """
+    if not _are_on_one_host(group, device):
+        return None
+    # All have called as many collectives, and none has this name twice.
+    name = f"{group.group_name}/after/{group.sequence}"
+    store = PrefixStore(f"peer_memory/{name}", group.world.store)
+    memory, problem = None, ""
+    try:
+        memory = SharedMemory(f"disttrain/{name}", group.group_rank, group.group_size, store, num_bytes, device)
+    except RuntimeError as error:
+        problem = str(error)
+    return memory if _is_well(group, problem) else None
+
+
 def _made(group: ProcessGroup, device: torch.device) -> PeerMemory | None:
-    hosts: list[Any] = [None] * group.group_size
-    all_gather_object(hosts, [NCCL_HOSTID.read() or socket.gethostname(), device.type], group)
-    if device.type != "cuda" or any(host != hosts[0] for host in hosts):
+    if not _are_on_one_host(group, device):
         return None
     memory, problem = PeerMemory(group, device), ""
     try:
         memory.grow(_SMALLEST_HALF_BYTES)
     except RuntimeError as error:
         problem = str(error)
+    return memory if _is_well(group, problem) else None
+
+
+def _are_on_one_host(group: ProcessGroup, device: torch.device) -> bool:
+    """True if all ranks have GPUs of one host."""
+    hosts: list[Any] = [None] * group.group_size
+    all_gather_object(hosts, [NCCL_HOSTID.read() or socket.gethostname(), device.type], group)
+    return device.type == "cuda" and all(host == hosts[0] for host in hosts)
+
+
+def _is_well(group: ProcessGroup, problem: str) -> bool:
+    """True if no rank has a problem."""
     problems: list[Any] = [None] * group.group_size
     all_gather_object(problems, problem, group)
-    return None if any(problems) else memory
+    return not any(problems)
