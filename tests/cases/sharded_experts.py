@@ -39,8 +39,8 @@ class Experts(nn.Module):
         return reduce_scatter_tensor_autograd(mine, "sum", 0, self.mesh)
 
     def _computed(self, x: torch.Tensor, weights: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-        hidden = torch.einsum("nd,ehd->neh", x, up).relu()
-        return torch.einsum("ne,neh,edh->nd", weights, hidden, down)
+        hidden = torch.einsum("md,ehd->meh", x, up).relu()
+        return torch.einsum("me,meh,edh->md", weights, hidden, down)
 
 
 class ExpertBlock(nn.Module):
