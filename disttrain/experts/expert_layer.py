@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final
 
 import torch
 from torch import nn
@@ -11,13 +10,12 @@ from torch import nn
 from disttrain.dtensor import DTensor, Partial, Placement
 from disttrain.experts.exchange.base import Exchange
 from disttrain.experts.exchange.dispatch import Sending, begin_dispatch, check_arguments, combine, ordered
+from disttrain.experts.graphs import out_of_graphs
 from disttrain.experts.hidden_cut import HiddenCut
 from disttrain.experts.tensor_parallel import ExpertTensorParallel
 from disttrain.kernels.grouped.rows import ExpertOrder, combine_rows, take_rows
 from disttrain.mesh import DeviceMesh
 from disttrain.tp import ParallelStyle
-
-NOT_IN_GRAPHS: Final = "experts' rows go to other ranks, by sizes that the host reads: compile with fullgraph=False"
 
 
 class ExpertLayer(nn.Module):
@@ -78,7 +76,7 @@ class ExpertLayer(nn.Module):
         result: torch.Tensor = self._mix_over_ranks(x, indices, weights)
         return result
 
-    @torch.compiler.disable(reason=NOT_IN_GRAPHS)  # type: ignore[untyped-decorator]
+    @out_of_graphs
     def _mix_over_ranks(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         sending = self.begin(x, indices, weights)
         sending.send()

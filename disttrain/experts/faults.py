@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from torch import nn
 
@@ -58,7 +58,7 @@ _TOLD_GROUPS: Final = "_told_groups"
 def _telling(classes: tuple[type[nn.Module]]) -> type[nn.Module]:
     (cls,) = classes
     # Named here, not by super(): Dynamo does not find that of a class that was made while the program runs.
-    as_ever = cls.forward
+    as_ever: Any = cast(Any, cls).forward
 
     def forward(self: _Telling, *args: Any, **kwargs: Any) -> Any:
         try:

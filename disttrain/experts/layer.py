@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from disttrain.dtensor import Placement, Replicate, Shard, StridedShard
-from disttrain.experts.expert_layer import NOT_IN_GRAPHS, ExpertLayer, local_part, local_share
+from disttrain.experts.expert_layer import ExpertLayer, local_part, local_share
+from disttrain.experts.graphs import out_of_graphs
 from disttrain.experts.hidden_cut import hidden_placements
 from disttrain.kernels.grouped.form import GatedForm
 from disttrain.kernels.grouped.products import expert_mlp, mix_experts
@@ -171,7 +172,7 @@ class MixtureOfExperts(nn.Module):
         return out
 
 
-@torch.compiler.disable(reason=NOT_IN_GRAPHS)  # type: ignore[untyped-decorator]
+@out_of_graphs
 def _beside_shared(
     experts: Experts, shared_experts: nn.Module, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
@@ -182,4 +183,5 @@ def _beside_shared(
     if sending.is_beside:
         # The GPU computes the shared experts while the host waits for the sizes.
         sending.send()
-    return experts.finish(sending).view(x.shape) + shared
+    mixed: torch.Tensor = experts.finish(sending).view(x.shape) + shared
+    return mixed

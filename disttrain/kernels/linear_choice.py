@@ -56,9 +56,18 @@ def choose_linears(
         elif type(layer) is nn.Linear:
             chosen.append((name, layer))
     report(f"{operation}: {type(model).__name__}: {len(chosen)} linear layers")
+    stacked = [name for name, module in model.named_modules() if _has_stacked_weights(module)]
+    if stacked:
+        skipped["they hold the weights of several experts in one tensor"] = stacked
     for reason, names in skipped.items():
         report(f"{operation}: left {_listed(names)}: {reason}")
     return chosen
+
+
+def _has_stacked_weights(module: nn.Module) -> bool:
+    parameters = module.parameters(recurse=False)
+    # The weights of convolutions have three dims and more.
+    return not hasattr(module, "kernel_size") and any(weight.ndim == 3 for weight in parameters)
 
 
 def _head(model: nn.Module, layers: dict[str, nn.Linear]) -> str | None:

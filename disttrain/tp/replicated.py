@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.func import functional_call
 
 from disttrain.dtensor import DTensor, Partial, Replicate, distribute_tensor
 from disttrain.mesh import DeviceMesh
-from disttrain.tp._torch import own_parameters
 from disttrain.tp.styles import ParallelStyle
 
 
@@ -21,13 +20,13 @@ class ReplicatedParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for child in module.modules():
-            for name, parameter in list(own_parameters(child)):
+            for name, parameter in list(child.named_parameters(recurse=False)):
                 whole = distribute_tensor(
                     parameter.detach(), device_mesh, [Replicate()], src_data_rank=self.src_data_rank
                 )
                 setattr(child, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
         if not isinstance(module, _OnParts):
-            module.__class__ = _on_parts(type(module))
+            module.__class__ = _on_parts(cast(Any, type(module)))
         return module
 
 
@@ -44,6 +43,6 @@ class _OnParts(nn.Module):
 
 
 @functools.cache
-def _on_parts(cls: type[nn.Module]) -> type[nn.Module]:
+def _on_parts(cls: type) -> Any:
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (_OnParts, cls), names)

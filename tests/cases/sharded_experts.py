@@ -1,4 +1,4 @@
-"""A mixture of experts in the plainest form, on one process or cut over ranks: each computes its experts of all tokens."""
+"""A plain mixture of experts, on one process or over ranks, each of which computes its experts of all tokens."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Experts(nn.Module):
         return reduce_scatter_tensor_autograd(mine, "sum", 0, self.mesh)
 
     def _computed(self, x: torch.Tensor, weights: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-        hidden = torch.einsum("td,ehd->teh", x, up).relu()
-        return torch.einsum("te,teh,edh->td", weights, hidden, down)
+        hidden = torch.einsum("md,ehd->meh", x, up).relu()
+        return torch.einsum("me,meh,edh->md", weights, hidden, down)
 
 
 class ExpertBlock(nn.Module):

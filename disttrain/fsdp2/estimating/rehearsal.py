@@ -26,11 +26,10 @@ from disttrain.fsdp2.estimating.values import (
     sizes_of,
 )
 from disttrain.fsdp2.machine import commands as do
-from disttrain.fsdp2.machine.group import Bundle, Group, Status
+from disttrain.fsdp2.machine.group import Bundle, Group, Status, num_keepers
 from disttrain.fsdp2.machine.model import Model
 from disttrain.fsdp2.machine.schedule import finish_all, reduce_all, reshard_all, set_scheduled, unshard_all
 from disttrain.fsdp2.machine.unit import backward_leaves, gradient_is_ready, wait_for_unshard
-from disttrain.fsdp2.params.sharding import num_keepers
 from disttrain.fsdp2.transfers.forms import ALIGNMENT_BYTES, reduces_in_place
 
 LOSS, STEADY, REDUCTIONS, REDUCED_ALL = "the loss", "the steady phase", "the reductions", "after the reductions"

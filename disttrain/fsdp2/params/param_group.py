@@ -14,12 +14,12 @@ from disttrain.fsdp2._torch import base_of, call_when_added
 from disttrain.fsdp2.faults.checks import common_dtype, refuse_device, refuse_parts_on_meta
 from disttrain.fsdp2.grads.reduced import hand_out, parts_of, to_host
 from disttrain.fsdp2.grads.sums import GradSums
-from disttrain.fsdp2.machine.group import Group
+from disttrain.fsdp2.machine.group import Group, num_keepers
 from disttrain.fsdp2.modules.shown import ForeignTensor, Shown
 from disttrain.fsdp2.params.cast_shards import CastShards, latest
 from disttrain.fsdp2.params.flat import plan_flat
 from disttrain.fsdp2.params.param import LaidOut, ShardedParam, versions
-from disttrain.fsdp2.params.sharding import Sharding, num_keepers
+from disttrain.fsdp2.params.sharding import Sharding
 from disttrain.fsdp2.params.unsharded import UnshardedParams
 from disttrain.fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from disttrain.fsdp2.transfers.collectives import Hook

@@ -134,12 +134,6 @@ class Sharding:
         )
 
 
-def num_keepers(num_shards: int, num_ranks: int) -> int:
-    """Returns how many of the ranks that share a parameter keep it together between forward and backward, where
-    `num_ranks` of the whole mesh are to: where experts have fewer ranks, the next divisor, so that none keeps more."""
-    return next(num for num in range(min(num_ranks, num_shards), num_shards + 1) if num_shards % num == 0)
-
-
 def _num_pieces(spec: Spec, dim: int) -> int | tuple[str, str]:
     """The pieces that another parallelism has cut `dim` into, all of one size and each in one place; or why they are
     not, and a remedy."""

@@ -1,0 +1,16 @@
+"""Keeps what sends rows to other ranks out of compiled graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, TypeVar, cast
+
+import torch
+
+Function = TypeVar("Function", bound=Callable[..., object])
+_REASON: Final = "experts' rows go to other ranks, by sizes that the host reads: compile with fullgraph=False"
+
+
+def out_of_graphs(function: Function) -> Function:
+    """The function, at whose calls compiled graphs break; with `fullgraph=True` the compiler's error says why."""
+    return cast(Function, torch.compiler.disable(function, reason=_REASON))
