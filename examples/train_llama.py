@@ -27,9 +27,10 @@ from pathlib import Path
 
 import torch
 from llama import flags as command_line
+from llama.balance import Loads, uncounted
 from llama.flags import CHECKPOINTS
 from llama.huggingface import has_weights, load_weights, save_weights
-from llama.meshes import MeshPlan, make_mesh
+from llama.meshes import make_mesh, token_axis
 from llama.model import Llama
 from llama.parallel import Ways, place
 from llama.ranks import is_alike, join, peak_memory_bytes, together
@@ -42,15 +43,16 @@ import disttrain
 from disttrain import kernels
 from disttrain.checkpoint import Checkpointer, set_training_state, training_state
 from disttrain.compiling import CapturedStep, capture_step
-from disttrain.console import clock, short
 from disttrain.data import Loader, Prefetcher, Windows
 from disttrain.errors import CheckpointError, SettingError
+from disttrain.experts import expert_numbers, router_numbers
 from disttrain.flight_recorder import StepSummaries, enable
 from disttrain.trackers import Tracking, track
 
 if missing := [name for name in ("matplotlib", "rich") if find_spec(name) is None]:
     sys.exit(f"train_llama: {' and '.join(missing)} not installed. Run: pip install 'disttrain[examples]'")
 
+from llama.facts import describe, results
 from llama.record import Record, Row
 from llama.screen import Meter, Screen
 
@@ -77,6 +79,8 @@ class Run:
     step: Callable[[Tensor], Tensor]
     """From rows to their loss, with all that a step computes between them."""
     checkpointer: Checkpointer
+    token_axis: disttrain.DeviceMesh
+    """The ranks that see different tokens."""
 
 
 def make_run(flags: Namespace, device: torch.device) -> Run:
@@ -87,7 +91,8 @@ def make_run(flags: Namespace, device: torch.device) -> Run:
     with together():
         check_same(tokens)
     mesh = make_mesh(flags.mesh, device)
-    ways = Ways(flags.dtype, flags.kernels, flags.recompute, flags.compile)
+    is_captured = flags.capture == "on" or (flags.capture == "auto" and device.type == "cuda")
+    ways = Ways(flags.dtype, flags.kernels, flags.recompute, flags.compile, is_captured)
     placed = place(sizes, mesh, flags.plan, ways, length=flags.seq, seed=flags.seed)
     if flags.plan is None:
         stepper: Stepper = Whole(
@@ -97,13 +102,14 @@ def make_run(flags: Namespace, device: torch.device) -> Run:
         stepper = Pipelined(placed, mesh, flags.plan)
     optimizer = make_optimizer(placed.model, uses_kernels=flags.kernels)
     step = make_step(stepper, optimizer)
-    if flags.capture == "on" or (flags.capture == "auto" and device.type == "cuda"):
+    if is_captured:
         step = capture_step(step, modules=[placed.model], optimizers=[optimizer])
     checkpointer = Checkpointer(flags.out / CHECKPOINTS, keep=2)
     windows = Windows(tokens.training, flags.seq, seed=flags.seed)
-    loader = Loader(windows, flags.batch, mesh=mesh["replicate", "dp"], seed=flags.seed, endless=True)
+    loader = Loader(windows, flags.batch, mesh=mesh["replicate", "dp", "ep"], seed=flags.seed, endless=True)
     batches = Prefetcher(loader, device)
-    return Run(flags, device, tokens, loader.replica, batches, placed.model, stepper, optimizer, step, checkpointer)
+    held = (placed.model, stepper, optimizer, step, checkpointer, token_axis(mesh))
+    return Run(flags, device, tokens, loader.replica, batches, *held)
 
 
 def check_alike(flags: Namespace) -> None:
@@ -187,17 +193,18 @@ def evaluate(run: Run) -> float:
     num_rows, num_in_all = run.flags.batch // run.flags.mesh.num_replicas, NUM_EVALUATION_BATCHES * run.flags.batch
     first_rows = range(run.replica * num_rows, num_in_all, run.flags.batch)
     batches = [run.tokens.held_out_rows(run.flags.seq, first, num_rows, num_in_all) for first in first_rows]
-    losses = [run.stepper.loss(batch.to(run.device)) for batch in batches]
+    with uncounted(run.model):
+        losses = [run.stepper.loss(batch.to(run.device)) for batch in batches]
     return mean_loss(torch.stack(losses).mean(), run.flags.mesh)
 
 
-def show_held_out(run: Run, meter: Meter, screen: Screen, tracking: Tracking) -> float:
-    """Evaluates, shows the loss, and passes it on to trackers."""
+def show_held_out(run: Run, loads: Loads, meter: Meter, screen: Screen, tracking: Tracking) -> float:
+    """Evaluates, shows the loss and the loads of experts, and passes both on to trackers."""
     started_s = time.perf_counter()
     held_out_loss = evaluate(run)
     meter.add_evaluation(time.perf_counter() - started_s)
-    screen.show_evaluation(held_out_loss)
-    tracking.write(meter.step, {"held_out_loss": held_out_loss})
+    screen.show_evaluation(held_out_loss, loads.words)
+    tracking.write(meter.step, {"held_out_loss": held_out_loss, **router_numbers(loads.last, has_experts=True)})
     return held_out_loss
 
 
@@ -246,6 +253,22 @@ def resume(run: Run) -> int:
     return num_steps
 
 
+def show_results(run: Run, record: Record, meter: Meter, screen: Screen, profiler: disttrain.profile | None) -> None:
+    """Writes a continuation, and the weights where they are asked for; shows what came of the run."""
+    tokenizer = run.tokens.tokenizer
+    prompt = run.tokens.prompt if run.flags.prompt is None else tokenizer.begin(run.flags.prompt.encode())
+    with uncounted(run.model):
+        continuation = sample(run, prompt)
+    if run.flags.export is not None:
+        save_weights(run.model, run.flags.export, tokenizer)
+    duration_s = screen.end_bar()
+    if profiler is not None and profiler.breakdown is not None:
+        screen.show_text(f"{profiler.breakdown}")
+    if continuation:
+        screen.show_continuation(tokenizer.decode(prompt), tokenizer.decode(continuation))
+    screen.show_facts("done", results(run.flags, record, meter, duration_s))
+
+
 def train(flags: Namespace, device: torch.device) -> bool:
     """The whole story, as each rank sees it; False where the job was told to go, and has saved."""
     is_first_rank = disttrain.get_rank() == 0
@@ -258,7 +281,9 @@ def train(flags: Namespace, device: torch.device) -> bool:
             load_weights(run.model, Path(flags.model))
         if is_first_rank:
             command_line.save(flags)
-        record = Record(flags.out if is_first_rank else None, TITLE, first_step, NUM_EVALUATION_BATCHES)
+        folder = flags.out if is_first_rank else None
+        record = Record(folder, TITLE, first_step, NUM_EVALUATION_BATCHES)
+        loads = Loads(run.model, run.token_axis, folder, first_step)
         trackers = make_trackers(flags.track, flags.out)
 
     meter = Meter(
@@ -269,21 +294,23 @@ def train(flags: Namespace, device: torch.device) -> bool:
         eval_batches=NUM_EVALUATION_BATCHES,
     )
     screen = Screen(meter, is_shown=is_first_rank)
-    screen.show_facts(TITLE, describe(run))
+    facts = describe(flags, run.tokens, run.model.config, device, is_captured=isinstance(run.step, CapturedStep))
+    screen.show_facts(TITLE, facts)
     tracking = track(*trackers, folder=flags.out / CHECKPOINTS, first_step=first_step, config=command_line.kept(flags))
     summaries = StepSummaries(enable(), meter.take_summary, tracking.take_summary)
     profiler = None if flags.profile is None else disttrain.profile(flags.profile, wait=4, warmup=1, active=3)
-    with record, tracking, run.checkpointer, run.batches, profiler or nullcontext():
+    with record, loads, tracking, run.checkpointer, run.batches, profiler or nullcontext():
         for step in range(first_step, flags.steps):
             held_out_loss = None
             if step % flags.eval_every == 0:
-                held_out_loss = show_held_out(run, meter, screen, tracking)
+                held_out_loss = show_held_out(run, loads, meter, screen, tracking)
             started_s = time.perf_counter()
             loss = train_step(run, learning_rate(step, flags.steps, flags.lr))
-            meter.add(loss, time.perf_counter() - started_s)
+            balance = loads.read(step)
+            meter.add(loss, time.perf_counter() - started_s, loads.worst)
             summaries.step()
             rate = None if meter.tokens_per_s is None else meter.tokens_per_s / disttrain.get_world_size()
-            disttrain.report(step=meter.step, loss=loss, tokens_per_s=rate)
+            disttrain.report(step=meter.step, loss=loss, tokens_per_s=rate, **expert_numbers(balance))
             record.add(Row(step, loss, held_out_loss))
             screen.show_step(peak_memory_bytes(device))
             is_leaving = disttrain.stop_requested() and step + 1 < flags.steps
@@ -294,76 +321,10 @@ def train(flags: Namespace, device: torch.device) -> bool:
                 profiler.step()
             if is_leaving:
                 return False  # when the save is whole: to leave the block waits for it
-        held_out_loss = show_held_out(run, meter, screen, tracking)
+        held_out_loss = show_held_out(run, loads, meter, screen, tracking)
         record.add(Row(flags.steps, None, held_out_loss))
-    tokenizer = run.tokens.tokenizer
-    prompt = run.tokens.prompt if flags.prompt is None else tokenizer.begin(flags.prompt.encode())
-    continuation = sample(run, prompt)
-    if flags.export is not None:
-        save_weights(run.model, flags.export, tokenizer)
-    duration_s = screen.end_bar()
-    if profiler is not None and profiler.breakdown is not None:
-        screen.show_text(f"{profiler.breakdown}")
-    if continuation:
-        screen.show_continuation(tokenizer.decode(prompt), tokenizer.decode(continuation))
-    screen.show_facts("done", results(flags, record, meter, duration_s))
+    show_results(run, record, meter, screen, profiler)
     return True
-
-
-def describe(run: Run) -> dict[str, str]:
-    """What is trained on what."""
-    flags, tokens, config = run.flags, run.tokens, run.model.config
-    unit = f"{tokens.tokenizer.unit}s"
-    device_name = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else "CPU"
-    ways = [name for name in ("kernels", "recompute", "compile") if getattr(flags, name)]
-    ways += ["captured"] * isinstance(run.step, CapturedStep)
-    return {
-        "text": f"{tokens.name}, {tokens.num_files} files",
-        unit: f"{short(tokens.training.size)} to train on, {short(tokens.held_out.size)} held out",
-        "model": f"{config.num_layers} layers, dim {config.dim}, {short(num_parameters(config))} parameters",
-        "ranks": ", ".join([f"{disttrain.get_world_size()} on {device_name}", flags.dtype, *ways]),
-        "mesh": describe_mesh(flags),
-        "steps": f"{flags.steps} of {flags.batch} sequences of {flags.seq} {unit}, learning rate {flags.lr:g}",
-        "out": f"{flags.out}",
-    }
-
-
-def num_parameters(config: command_line.LlamaConfig) -> int:
-    """Of the whole model, of which no rank may have all."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in Llama(config).parameters())
-
-
-def describe_mesh(flags: Namespace) -> str:
-    """What lies along which axis, in words."""
-    mesh: MeshPlan = flags.mesh
-    words = {
-        f"pp={mesh.pp}: stages, {flags.microbatches} microbatches by {flags.schedule}": mesh.pp,
-        f"replicate={mesh.replicate}: copies": mesh.replicate,
-        f"dp={mesh.dp}: each keeps 1/{mesh.dp} of the parameters": mesh.dp,
-        f"tp={mesh.tp}: layers are cut": mesh.tp,
-    }
-    return "; ".join(text for text, size in words.items() if size > 1) or "none"
-
-
-def results(flags: Namespace, record: Record, meter: Meter, duration_s: float) -> dict[str, str]:
-    """What came of it, and where it lies."""
-    losses = [loss for _, loss in record.held_out_losses()]
-    facts = {
-        "held out": f"{losses[0]:.3f} → {losses[-1]:.3f} nats per token",
-        "time": clock(duration_s) + waiting(meter),
-        "curve": f"{flags.out / 'loss.png'}",
-        "numbers": f"{flags.out / 'loss.csv'}",
-    }
-    if flags.save_every:
-        facts["checkpoint"] = f"{flags.out / CHECKPOINTS}, step {flags.steps}"
-        facts["to go on"] = f"--resume --out {flags.out} --steps {2 * flags.steps}"
-    return facts if flags.export is None else {**facts, "exported": f"{flags.export}"}
-
-
-def waiting(meter: Meter) -> str:
-    share = meter.waiting_share
-    return "" if share is None else f", {share:.0%} of the last steps spent waiting for communication"
 
 
 def how_to_go_on(out: Path) -> str:

@@ -1,11 +1,14 @@
 """The pictures in docs/images that are drawn by programs: `python tools/pictures.py` makes them again.
 
 Schedules are drawn by disttrain.pipelining. The architecture is the import linter's contract, so that it is what the
-checks hold the code to; a mesh and placements are what disttrain's own arithmetic of ranks and parts says.
+checks hold the code to; a mesh and placements are what disttrain's own arithmetic of ranks and parts says. Loads of
+experts are those of a run: `train_llama.py --experts 8 --top-k 2 --mesh ep=2` on two processes, its third block, means
+over five steps of what it writes into experts.csv (`tools/expert_loads.csv`).
 """
 
 from __future__ import annotations
 
+import csv
 import re
 import tomllib
 from collections.abc import Iterator
@@ -25,11 +28,14 @@ STYLE = """
 .drawing .plain { fill: #eef0f3; } .drawing rect { stroke: #ffffff; stroke-width: 1.5; }
 .drawing .c0 { fill: #9dbfe6; } .drawing .c1 { fill: #f0c99a; }
 .drawing .c2 { fill: #9fd0ae; } .drawing .c3 { fill: #d3b5e0; }
+.drawing path { fill: none; stroke-width: 1.6; } .drawing .rule { stroke: #c3c9d3; stroke-width: 1; }
+.drawing .left { text-anchor: start; } .drawing .right { text-anchor: end; }
 @media (prefers-color-scheme: dark) {
 .drawing text { fill: #e3e7ee; } .drawing .note { fill: #9aa5b8; } .drawing .paper { fill: #1c2027; }
 .drawing .plain { fill: #2f3641; } .drawing rect { stroke: #1c2027; }
 .drawing .c0 { fill: #35608f; } .drawing .c1 { fill: #8a6229; }
 .drawing .c2 { fill: #3b7350; } .drawing .c3 { fill: #6d4a80; }
+.drawing .rule { stroke: #444d5c; }
 }
 """
 
@@ -126,10 +132,41 @@ def schedule(name: str) -> str:
     return draw_svg(simulate(plan, Costs().split(max(map(len, plan.placement.stages)))))
 
 
+COLOURS = ("#4c84c4", "#d98a2b", "#3f9a63", "#9a62b8", "#c4504f", "#3a9fa8", "#a58a1f", "#8a8f99")
+
+
+def expert_loads() -> str:
+    """Tokens of each expert over the mean, from the first step to the last."""
+    with (ROOT / "tools" / "expert_loads.csv").open(newline="", encoding="utf-8") as file:
+        names, *rows = csv.reader(file)
+    steps, left, bottom, width, height = [int(row[0]) for row in rows], 60, 250, 500, 220
+    most = 3.0
+
+    def at(step: int, load: float) -> str:
+        return f"{left + width * step / 400:.1f},{bottom - height * load / most:.1f}"
+
+    parts = []
+    for load in (0, 1, 2, 3):
+        y = bottom - height * load / most
+        parts.append(f'<path class="rule" d="M{left},{y:.1f} H{left + width}"/>')
+        parts.append(f'<text class="note right" x="{left - 8}" y="{y:.1f}">{load}</text>')
+    parts += [note(left + width * step / 400, bottom + 16, str(step)) for step in (0, 100, 200, 300, 400)]
+    for number, name in enumerate(names[1:]):
+        points = " L".join(at(step, float(row[number + 1])) for step, row in zip(steps, rows, strict=True))
+        parts.append(f'<path stroke="{COLOURS[number]}" d="M{points}"/>')
+        y = 40 + 22 * number
+        parts.append(f'<path stroke="{COLOURS[number]}" d="M{left + width + 20},{y} h18"/>')
+        parts.append(f'<text class="note left" x="{left + width + 44}" y="{y}">{escape(name)}</text>')
+    parts.append(f'<text class="note left" x="{left}" y="14">tokens of an expert over the mean</text>')
+    parts.append(note(left + width / 2, bottom + 36, "steps"))
+    return drawing(660, 300, "Loads of eight experts over 400 steps, which come close to the mean", parts)
+
+
 def pictures() -> dict[str, str]:
     """All of them, by file name."""
     schedules = {name: schedule(name) for name in ("1f1b", "zbv")}
     named = {"architecture": architecture(), "mesh": mesh(), "placements": placements(), **schedules}
+    named["expert_loads"] = expert_loads()
     return {f"{name}.svg": picture for name, picture in named.items()}
 
 

@@ -19,12 +19,15 @@ if TYPE_CHECKING:
     from disttrain.plan.job import Choice as Choice
     from disttrain.plan.job import Job as Job
     from disttrain.plan.job import MeshSizes as MeshSizes
+    from disttrain.plan.model.experts import ExpertAssumptions as ExpertAssumptions
+    from disttrain.plan.model.experts import ExpertSizes as ExpertSizes
+    from disttrain.plan.model.experts import LatentAttention as LatentAttention
     from disttrain.plan.model.memory import Memory as Memory
     from disttrain.plan.model.memory import memory_of as memory_of
-    from disttrain.plan.model.sizes import PRESETS as PRESETS
+    from disttrain.plan.model.named import PRESETS as PRESETS
+    from disttrain.plan.model.named import preset_named as preset_named
+    from disttrain.plan.model.read import read_sizes as read_sizes
     from disttrain.plan.model.sizes import LlamaSizes as LlamaSizes
-    from disttrain.plan.model.sizes import preset_named as preset_named
-    from disttrain.plan.model.sizes import read_sizes as read_sizes
     from disttrain.plan.search import Plan as Plan
     from disttrain.plan.search import Plans as Plans
     from disttrain.plan.search import find_plans as find_plans

@@ -15,7 +15,9 @@ from disttrain.errors import DisttrainError, ScheduleError, SettingError
 from disttrain.pipelining.pictures import draw_svg
 from disttrain.pipelining.schedule.catalogue import find_schedule_kind
 from disttrain.plan.job import AXES, MIXED, PURE, Choice, Job, MeshSizes
-from disttrain.plan.model.sizes import PRESETS, read_sizes
+from disttrain.plan.model.experts import ExpertAssumptions
+from disttrain.plan.model.named import PRESETS, mixture_names
+from disttrain.plan.model.read import read_sizes
 from disttrain.plan.report import as_json, as_text
 from disttrain.plan.search import SCHEDULES, find_plans
 from disttrain.plan.time.hardware import HARDWARE, Hardware, read_hardware, to_json
@@ -89,6 +91,9 @@ def _job(options: argparse.Namespace) -> Job:
         has_kernels=options.kernels,
         may_compile=options.compile,
         uses_float8=options.float8,
+        assumed=ExpertAssumptions(
+            options.imbalance, options.exchange_bytes, options.once_per_host, options.hidden_exchange
+        ),
     )
 
 
@@ -123,12 +128,12 @@ def _mesh(text: str, num_gpus: int) -> MeshSizes:
 def _parser() -> Parser:
     parser = Parser(
         prog="python -m disttrain.plan",
-        description="Which meshes fit a Llama on so many GPUs, what each takes, and which is the fastest.",
+        description="Which meshes fit a Llama, or a mixture of experts, on so many GPUs, what each takes, and which is "
+        "the fastest.",
     )
     add, flag = parser.add_argument, argparse.BooleanOptionalAction
-    models = (
-        f"{', '.join(PRESETS)}, sizes as dim=N,num_layers=N,..., a TOML or JSON file, or a folder with a config.json"
-    )
+    names = ", ".join([*PRESETS, *mixture_names()])
+    models = f"{names}, sizes as dim=N,num_layers=N,..., a TOML or JSON file, or a folder with a config.json"
     add("--model", metavar="M", help=models)
     add("--vocab", metavar="N", type=_count, help="size of the vocabulary, where the model does not say it")
     add("--gpus", metavar="N", type=_count)
@@ -152,6 +157,29 @@ def _parser() -> Parser:
     add("--top", metavar="N", type=_count, default=5, help="how many meshes to list (default: 5)")
     add("--svg", metavar="FILE", type=Path, help="draw the first one's pipeline, of its first microbatches")
     add("--json", metavar="FILE", type=Path, help="write all that was found")
+    mixture = parser.add_argument_group("experts", "what a run decides, of a model that has some")
+    mixture.add_argument(
+        "--imbalance",
+        metavar="X",
+        type=_positive,
+        default=ExpertAssumptions.imbalance,
+        help=f"rows of the rank that has most, over the mean (default: {ExpertAssumptions.imbalance:g})",
+    )
+    mixture.add_argument(
+        "--exchange-bytes",
+        metavar="N",
+        type=_count,
+        help="of an element on its way to an expert (default: as computed)",
+    )
+    mixture.add_argument(
+        "--once-per-host",
+        action=flag,
+        default=False,
+        help="a token goes once to each host that has some of its experts (default: once for each expert)",
+    )
+    mixture.add_argument(
+        "--hidden-exchange", metavar="X", type=float, default=0.0, help="share of its time under products (default: 0)"
+    )
     machine = parser.add_argument_group("hardware", "rates that are attained, not those of a data sheet")
     machine.add_argument(
         "--hardware", metavar="NAME", default="h100", help=f"{', '.join(HARDWARE)}, or a file (default: h100)"

@@ -6,7 +6,8 @@ import shlex
 from pathlib import Path
 
 from disttrain.plan.job import Choice, Job
-from disttrain.plan.model.sizes import BYTES, preset_named
+from disttrain.plan.model.named import BYTES, preset_named
+from disttrain.plan.model.sizes import LlamaSizes
 
 SCRIPT = Path("examples/train_llama.py")
 """Where `python -m disttrain.examples examples` puts it, and the repository has it."""
@@ -15,9 +16,14 @@ TOKENIZER = "tokenizer.json"
 
 def unsaid(job: Job) -> list[str]:
     """Returns the properties of a choice that the example has no flag for."""
-    sizes = job.sizes
-    heads = ["head_dim"] * (sizes.query_size != sizes.dim)
-    return heads + ["--float8"] * job.uses_float8 + ["--precision bf16"] * (not job.precision.is_sharded)
+    return lacks(job.sizes) + ["--float8"] * job.uses_float8 + ["--precision bf16"] * (not job.precision.is_sharded)
+
+
+def lacks(sizes: LlamaSizes) -> list[str]:
+    """Returns the properties of a model that the example's has not."""
+    heads = ["latent attention"] if sizes.latent is not None else ["head_dim"] * (sizes.query_size != sizes.dim)
+    heads += ["biases and gains of heads"] * (sizes.extra_elements > 0)
+    return heads + ["first blocks without experts"] * (sizes.num_dense > 0)
 
 
 def steps_to_run(job: Job, choice: Choice, model: str) -> list[str]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 from disttrain.errors import SettingError
+from disttrain.plan.model.experts import ExpertAssumptions
 from disttrain.plan.model.sizes import LlamaSizes
 from disttrain.plan.time.hardware import HARDWARE, Hardware
 
-AXES = ("pp", "replicate", "dp", "tp")
+AXES = ("pp", "replicate", "dp", "ep", "tp")
 """In the order of ranks: those of the last axis are neighbours, since it sends most."""
 
 
@@ -42,7 +43,8 @@ class Job:
     Args: num_sequences  in a step of all ranks;  memory_share  of a GPU's memory that tensors may take: CUDA, NCCL and
           what the allocator cannot use need the rest;  has_kernels  `use_kernels` and the loss without logits;
           may_compile  blocks may be compiled;  uses_float8  products of blocks in float8;  has_lean_loss  a pipeline's
-          last stage computes the loss of its logits without copies of them in float32, as in examples/train_llama.py.
+          last stage computes the loss of its logits without copies of them in float32, as in examples/train_llama.py;
+          assumed  of a model with experts.
     """
 
     sizes: LlamaSizes
@@ -57,6 +59,7 @@ class Job:
     may_compile: bool = True
     uses_float8: bool = False
     has_lean_loss: bool = True
+    assumed: ExpertAssumptions = field(default_factory=ExpertAssumptions)
 
     def __post_init__(self) -> None:
         for name in ("num_gpus", "node_size", "seq_size", "num_sequences"):
@@ -79,6 +82,11 @@ class Job:
         """Kept, since what is known of a job's choices is found by the job, again and again."""
         return hash(tuple(getattr(self, each.name) for each in fields(self)))
 
+    @cached_property
+    def without_experts(self) -> Job:
+        """The same with a model of the blocks that have an MLP."""
+        return replace(self, sizes=self.sizes.without_experts)
+
     @property
     def num_tokens(self) -> int:
         return self.num_sequences * self.seq_size
@@ -91,30 +99,45 @@ class Job:
 
 @dataclass(frozen=True, order=True)
 class MeshSizes:
-    """Ranks along each axis, in the order of `AXES`."""
+    """Ranks along each axis, in the order of `AXES`.
+
+    All of replicate, dp and ep are data-parallel ranks, with sequences of their own. Along ep each has other experts.
+    So experts are sharded over dp, and all other parameters over dp and ep. `"dp,ep"` names both as one axis.
+    """
 
     pp: int = 1
     replicate: int = 1
     dp: int = 1
+    ep: int = 1
     tp: int = 1
 
     @property
     def num_gpus(self) -> int:
-        return self.pp * self.replicate * self.dp * self.tp
+        return math.prod(self.size(axis) for axis in AXES)
 
     @property
     def num_batch_parts(self) -> int:
         """Ranks that have different sequences of a step."""
-        return self.replicate * self.dp
+        return self.replicate * self.dp * self.ep
+
+    @property
+    def num_shards(self) -> int:
+        """Of each parameter that is no expert's."""
+        return self.dp * self.ep
+
+    @property
+    def shards(self) -> str:
+        """The axis, or both as one, along which these shards lie."""
+        return "dp" if self.ep == 1 else "dp,ep"
 
     def stride(self, axis: str) -> int:
         """Returns the difference in rank between neighbours along the axis."""
-        return math.prod(self.size(inner) for inner in AXES[AXES.index(axis) + 1 :])
+        innermost = axis.rpartition(",")[2]
+        return math.prod(self.size(inner) for inner in AXES[AXES.index(innermost) + 1 :])
 
     def size(self, axis: str) -> int:
-        """Ranks along the axis."""
-        num_ranks: int = getattr(self, axis)
-        return num_ranks
+        """Ranks along the axis, or along several named with commas."""
+        return math.prod(getattr(self, name) for name in axis.split(","))
 
     def num_on_node(self, axis: str, node_size: int) -> int:
         """Ranks along the axis that share a node."""
@@ -179,13 +202,20 @@ class Choice:
 
 def why_not(job: Job, mesh: MeshSizes) -> str | None:
     """The rule that a mesh breaks, whatever else is chosen; None: none."""
-    sizes = job.sizes
+    sizes, experts = job.sizes, job.sizes.experts
     if mesh.tp > 1:
-        for name, count in (("heads", sizes.num_heads), ("the MLP", sizes.ffn_size), ("sequences", job.seq_size)):
+        mlps = [("the MLP", sizes.ffn_size)] if experts is None or experts.num_dense else []
+        if experts is not None:
+            mlps += [("experts", experts.ffn_size), ("shared experts", experts.shared_size)]
+        for name, count in (("heads", sizes.num_heads), *mlps, ("sequences", job.seq_size)):
             if count % mesh.tp:
                 return f"tp={mesh.tp} does not divide {name} ({count})"
         if mesh.tp % sizes.num_kv_heads and sizes.num_kv_heads % mesh.tp:
             return f"tp={mesh.tp} and {sizes.num_kv_heads} heads of keys don't divide"
+    if mesh.ep > 1 and experts is None:
+        return f"ep={mesh.ep} of a model without experts"
+    if experts is not None and (experts.of_rank(mesh.ep) * (mesh.ep - 1)) >= experts.num_experts:
+        return f"ep={mesh.ep} leaves ranks without any of {experts.num_experts} experts"
     if mesh.pp > sizes.num_layers:
         return f"pp={mesh.pp} needs as many layers"
     if job.num_sequences % mesh.num_batch_parts:
@@ -201,11 +231,22 @@ def meshes(job: Job) -> Iterator[MeshSizes]:
         if job.node_size % tp:
             continue  # some of its groups would lie on two nodes
         for pp in divisors(job.num_gpus // tp):
-            rest = job.num_gpus // tp // pp
-            for replicate in divisors(rest):
-                # One copy of each shard: that is tensor parallel or a pipeline alone, and replicas of it need no more.
-                if replicate == 1 or rest // replicate > 1:
-                    yield MeshSizes(pp, replicate, rest // replicate, tp)
+            for ep in _expert_axes(job, job.num_gpus // tp // pp, tp):
+                rest = job.num_gpus // tp // pp // ep
+                for replicate in divisors(rest):
+                    # One copy of each shard: that is tensor parallel or a pipeline alone, and replicas of it need no
+                    # more.
+                    if replicate == 1 or rest // replicate > 1:
+                        yield MeshSizes(pp, replicate, rest // replicate, ep, tp)
+
+
+def _expert_axes(job: Job, num_ranks: int, tp: int) -> Iterator[int]:
+    """Yields sizes of ep with as many experts on each rank, that fill nodes or divide one."""
+    experts = job.sizes.experts
+    for ep in divisors(num_ranks) if experts is not None else [1]:
+        fills = job.node_size % (ep * tp) == 0 or (ep * tp) % job.node_size == 0
+        if ep == 1 or (experts is not None and experts.num_experts % ep == 0 and fills):
+            yield ep
 
 
 def divisors(number: int) -> list[int]:

@@ -21,7 +21,7 @@ _NUMBER = re.compile(r"\d+")
 
 def as_text(plans: Plans, model: str) -> str:
     """Args: model  as it was given, for the command line."""
-    blocks = [_title(plans), _table(plans)]
+    blocks = [_title(plans), *_assumed(plans.job), _table(plans)]
     if plans.plans:
         first = plans.plans[0]
         blocks.append(_listed("why the first one:", why_first(plans)))
@@ -46,9 +46,25 @@ def _title(plans: Plans) -> str:
     nodes = math.ceil(job.num_gpus / job.node_size)
     where = f"{job.num_gpus} x {hardware.name}" + (f" on {nodes} nodes" if nodes > 1 else "")
     best_of = f"; the best of {plans.num_choices} choices" if plans.plans else ""
+    active = "" if sizes.experts is None else f", {short(sizes.num_active)} of them active,"
     return (
-        f"{short(sizes.num_parameters)} parameters on {where}: {job.num_sequences} sequences of {job.seq_size} tokens "
-        f"a step, {job.usable_bytes / 2**30:.1f} GiB of {hardware.memory_gib:g} for tensors{best_of}"
+        f"{short(sizes.num_parameters)} parameters{active} on {where}: {job.num_sequences} sequences of {job.seq_size} "
+        f"tokens a step, {job.usable_bytes / 2**30:.1f} GiB of {hardware.memory_gib:g} for tensors{best_of}"
+    )
+
+
+def _assumed(job: Job) -> Iterator[str]:
+    """Yields a line on how tokens are taken to meet experts, where there are some."""
+    experts, assumed = job.sizes.experts, job.assumed
+    if experts is None:
+        return
+    itemsize = assumed.exchange_bytes or job.precision.compute_bytes
+    rows = "once to each host that has some of its experts" if assumed.once_per_host else "once for each of its experts"
+    yield (
+        f"{experts.num_experts} experts, {experts.top_k} of them for a token. Assumed: the rank with most rows has "
+        f"{assumed.imbalance:g} times the mean (--imbalance); along ep a token goes {rows} (--once-per-host), "
+        f"{itemsize} bytes an element (--exchange-bytes); {assumed.hidden:.0%} of that time is hidden "
+        "(--hidden-exchange)."
     )
 
 

@@ -1,4 +1,4 @@
-"""The fastest choices that fit, one for each pair of pp and tp; which part of the rest is replicas is chosen with it.
+"""The fastest choices that fit, one for each pp, tp and ep; which part of the rest is replicas is chosen with it.
 
 Best first: of each choice it is known what a step hardly takes less than; in this order choices are looked at closely,
 which is dear where a pipeline is simulated, until none that is left can be among the best.
@@ -84,7 +84,7 @@ def plan_of(job: Job, choice: Choice) -> Plan:
 def find_plans(
     job: Job, *, num_plans: int = 5, schedules: Sequence[str] = SCHEDULES, mesh: MeshSizes | None = None
 ) -> Plans:
-    """The fastest choice that fits of each pair of pp and tp, of these the fastest `num_plans`; or of `mesh` alone."""
+    """The fastest choice that fits of each pp, tp and ep, of these the fastest `num_plans`; or of `mesh` alone."""
     refused: Counter[str] = Counter()
     possible: list[MeshSizes] = []
     for candidate in meshes(job) if mesh is None else (mesh,):
@@ -101,8 +101,8 @@ def find_plans(
                 bounded.append((least_s, len(bounded), choice, False))
     num_choices = len(bounded)
     plans = _best(job, bounded, num_plans)
-    fitting = {(plan.choice.mesh.pp, plan.choice.mesh.tp) for plan in plans}
-    others = [candidate for candidate in possible if (candidate.pp, candidate.tp) not in fitting]
+    fitting = {_kind(plan.choice.mesh) for plan in plans}
+    others = [candidate for candidate in possible if _kind(candidate) not in fitting]
     misfits = _misfits(job, others, schedules, num_plans)
     why: tuple[str, ...] = ()
     if not plans and mesh is None:
@@ -120,7 +120,7 @@ def choices(job: Job, mesh: MeshSizes, schedules: Sequence[str] = SCHEDULES) -> 
         for schedule, per_rank in _pipelines(job, mesh, schedules, num_sequences // size):
             is_compiled = job.may_compile and schedule not in EAGER_SCHEDULES
             num_microbatches = num_sequences // size
-            may_reduce_each = schedule is None and mesh.dp > 1 and num_microbatches > 1
+            may_reduce_each = schedule is None and mesh.num_shards > 1 and num_microbatches > 1
             for recomputes in (False, True):
                 for reduces_each in (False, True)[: 1 + may_reduce_each]:
                     yield Choice(
@@ -161,10 +161,10 @@ def _least_s(job: Job, choice: Choice) -> float | None:
 def _best(job: Job, bounded: list[tuple[float, int, Choice, bool]], num_plans: int) -> tuple[Plan, ...]:
     """`bounded` as a heap, in which what has been looked at lies with its true time."""
     heapq.heapify(bounded)
-    plans: dict[tuple[int, int], Plan] = {}
+    plans: dict[tuple[int, int, int], Plan] = {}
     while bounded and len(plans) < num_plans:
         _, number, choice, is_known = heapq.heappop(bounded)
-        kind = choice.mesh.pp, choice.mesh.tp
+        kind = _kind(choice.mesh)
         if kind in plans:
             continue
         if is_known:
@@ -172,6 +172,11 @@ def _best(job: Job, bounded: list[tuple[float, int, Choice, bool]], num_plans: i
         elif _fits(job, choice):
             heapq.heappush(bounded, (times_of(job, choice).step_s, number, choice, True))
     return tuple(plans.values())
+
+
+def _kind(mesh: MeshSizes) -> tuple[int, int, int]:
+    """Of two meshes of a kind only the faster one is listed."""
+    return mesh.pp, mesh.tp, mesh.ep
 
 
 def _fits(job: Job, choice: Choice) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 
 from disttrain.errors import SettingError
 from disttrain.plan import PRESETS as SIZES
 from disttrain.plan import LlamaSizes, preset_named
+from disttrain.plan.command import lacks
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,10 @@ class RotaryScaling:
 class LlamaConfig:
     """Sizes; `hidden_size` is that of the feed-forward layers, `max_length` the longest sequence.
 
-    is_tied  whether embedding and head are one matrix.
+    is_tied      whether embedding and head are one matrix
+    num_experts  in the place of each feed-forward layer, of which a token has `top_k`; 0: none
+    expert_size  the hidden size of each
+    shared_size  of a feed-forward layer beside the experts, which every token goes through; 0: none
     """
 
     dim: int
@@ -37,6 +41,10 @@ class LlamaConfig:
     rotary_scaling: RotaryScaling | None = None
     norm_eps: float = 1e-5
     is_tied: bool = False
+    num_experts: int = 0
+    top_k: int = 0
+    expert_size: int = 0
+    shared_size: int = 0
 
     @property
     def head_size(self) -> int:
@@ -46,7 +54,21 @@ class LlamaConfig:
 def _config(sizes: LlamaSizes) -> LlamaConfig:
     """Of the planner's sizes; the vocabulary will be the tokenizer's."""
     numbers = (sizes.dim, sizes.num_layers, sizes.num_heads, sizes.num_kv_heads, sizes.ffn_size)
-    return LlamaConfig(*numbers, rotary_base=sizes.rotary_base, is_tied=sizes.is_tied)
+    config = LlamaConfig(*numbers, rotary_base=sizes.rotary_base, is_tied=sizes.is_tied)
+    if lacking := lacks(sizes):
+        problem = f"{' and '.join(lacking)} of that model are not in this one."
+        raise SettingError("train_llama --model", problem, "Take a Llama, and --experts N for experts.")
+    if (experts := sizes.experts) is None:
+        return config
+    found = {"num_experts": experts.num_experts, "top_k": experts.top_k}
+    return replace(config, **found, expert_size=experts.ffn_size, shared_size=experts.shared_size)
+
+
+def with_experts(config: LlamaConfig, num_experts: int, top_k: int, num_shared: int) -> LlamaConfig:
+    """The model with experts of a size at which a token's together compute as much as its feed-forward layer did."""
+    size = config.hidden_size // top_k
+    sizes = {"expert_size": size, "shared_size": num_shared * size}
+    return checked(replace(config, num_experts=num_experts, top_k=top_k, **sizes))
 
 
 PRESETS = {name: _config(sizes) for name, sizes in SIZES.items()}
@@ -63,6 +85,10 @@ KINDS = dict.fromkeys(NEEDED, int) | {
     "rotary_base": float,
     "norm_eps": float,
     "is_tied": _truth,
+    "num_experts": int,
+    "top_k": int,
+    "expert_size": int,
+    "shared_size": int,
 }
 
 
@@ -93,6 +119,9 @@ def checked(config: LlamaConfig) -> LlamaConfig:
         )
         remedy = "Heads need an even number of elements each, and a whole number of them for each of keys and values."
         raise SettingError("train_llama --model", f"{problem}.", remedy)
+    if config.num_experts and not (1 <= config.top_k <= config.num_experts and config.expert_size > 0):
+        problem = f"{config.num_experts} experts of size {config.expert_size}, of which a token has {config.top_k}."
+        raise SettingError("train_llama --model", problem, "Give a size, and a top_k from 1 to the number of experts.")
     return config
 
 

@@ -16,7 +16,7 @@ from disttrain import settings
 from disttrain.command_line import Parser, explained
 from disttrain.errors import ScheduleError, SettingError
 from disttrain.pipelining import Schedule, get_schedule_class, make_schedule
-from llama.config import PRESETS, LlamaConfig, config_named
+from llama.config import PRESETS, LlamaConfig, config_named, with_experts
 from llama.huggingface import CONFIG, read_config
 from llama.meshes import MeshPlan, check_fit, parse_mesh
 from llama.parallel import DTYPES
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 RUNS = Path("runs")
 CHECKPOINTS = "checkpoints"
 MEMO = "flags.json"
-FIXED = ("model", "data", "tokenizer", "seq", "seed")
+FIXED = ("model", "experts", "top_k", "shared_experts", "data", "tokenizer", "seq", "seed")
 """What a run keeps until its end: a resumed run with another value would be another run."""
 CHANGEABLE = (
     "steps",
@@ -80,13 +80,16 @@ def parse(arguments: Sequence[str] | None, num_ranks: int) -> Namespace:
         parser.set_defaults(**saved, resume=True)
         flags = parser.parse_args(given)
     for name in FIXED if saved else ():
-        if getattr(flags, name) != saved[name]:
+        if name in saved and getattr(flags, name) != saved[name]:
             problem = f"the run in {out} has --{name} {saved[name]}, not {getattr(flags, name)}."
             raise SettingError("train_llama --resume", problem, f"Leave --{name} out, or start another run.")
     if flags.export is not None and flags.export.exists():
         raise SettingError("train_llama --export", f"{flags.export} is there already.", "Name a new folder.")
+    if flags.export is not None and flags.experts:
+        problem = "a Llama with experts has no form of Hugging Face's."
+        raise SettingError("train_llama --export", problem, "Leave --export out: the checkpoint has all weights.")
     flags.out = out
-    flags.sizes = _sizes(flags.model)
+    flags.sizes = _sizes(flags)
     flags.mesh = parse_mesh(flags.mesh, num_ranks)
     flags.plan, flags.microbatches = _schedule(flags, flags.mesh, flags.sizes)
     check_fit(flags.mesh, flags.sizes, batch_size=flags.batch, seq_size=flags.seq, num_microbatches=flags.microbatches)
@@ -121,7 +124,12 @@ def _parser() -> _Parser:
     add("--tokenizer", default="bytes", metavar="FILE", help="a tokenizer.json, or bytes (the default)")
     sizes = f"{', '.join(PRESETS)}, sizes as dim=64,num_layers=2,..., or a folder in Hugging Face's form"
     add("--model", default="small", metavar="M", help=f"{sizes}, whose weights are taken as well (default: small)")
-    add("--mesh", metavar="AXES", help="such as dp=2,tp=2,pp=2 or replicate=2,dp=2 (default: all ranks along dp)")
+    add(
+        "--experts", type=_whole, default=0, metavar="N", help="in the place of each feed-forward layer (default: none)"
+    )
+    add("--top-k", type=_count, default=2, metavar="K", help="experts of a token, of a size that fits (default: 2)")
+    add("--shared-experts", type=_whole, default=0, metavar="S", help="which every token goes through (default: 0)")
+    add("--mesh", metavar="AXES", help="such as dp=2,tp=2,pp=2 or dp=2,ep=2 (default: all ranks along dp)")
     add("--schedule", default="1F1B", metavar="NAME", help="of the pipeline, where there is one (default: 1F1B)")
     add("--stages-per-rank", type=_count, metavar="N", help="of the pipeline (default: what the schedule takes)")
     add("--microbatches", type=_count, metavar="N", help="parts of a rank's rows (default: 1, or 2 for each pp)")
@@ -197,8 +205,14 @@ def is_folder(model: str) -> bool:
     return (Path(model) / CONFIG).is_file()
 
 
-def _sizes(model: str) -> LlamaConfig:
-    return read_config(Path(model)) if is_folder(model) else config_named(model)
+def _sizes(flags: Namespace) -> LlamaConfig:
+    model = flags.model
+    config = read_config(Path(model)) if is_folder(model) else config_named(model)
+    if not flags.experts:
+        return config
+    if is_folder(model):
+        raise SettingError("train_llama --experts", f"{model} has weights of its own.", "Name a preset, or sizes.")
+    return with_experts(config, flags.experts, flags.top_k, flags.shared_experts)
 
 
 def _schedule(flags: Namespace, mesh: MeshPlan, sizes: LlamaConfig) -> tuple[Schedule | None, int]:

@@ -19,18 +19,21 @@ class MeshPlan:
     pp         stages of the model, one after the other
     replicate  copies of what the ranks along dp have between them (hybrid sharding)
     dp         parts of the batch; parameters are cut, and gathered where they are used
+    ep         parts of the batch, too; each rank has other experts, to which tokens are sent. All other parameters are
+               cut over dp and ep
     tp         parts of each layer
     """
 
     pp: int = 1
     replicate: int = 1
     dp: int = 1
+    ep: int = 1
     tp: int = 1
 
     @property
     def num_replicas(self) -> int:
         """Into how many parts the batch is cut."""
-        return self.replicate * self.dp
+        return self.replicate * self.dp * self.ep
 
     def __str__(self) -> str:
         used = [f"{name}={size}" for name, size in asdict(self).items() if size > 1]
@@ -46,12 +49,12 @@ def parse_mesh(text: str | None, num_ranks: int) -> MeshPlan:
     for part in text.split(",") if text else ():
         name, _, size = part.strip().partition("=")
         if name not in asdict(MeshPlan()) or name in sizes or not size.isdecimal() or int(size) == 0:
-            axes = "Axes are dp, replicate, tp and pp, each once and 1 or more: dp=2,tp=2,pp=2."
+            axes = "Axes are dp, replicate, ep, tp and pp, each once and 1 or more: dp=2,tp=2,pp=2."
             raise SettingError("train_llama --mesh", f"{text!r} is no mesh, because of {part.strip()!r}.", axes)
         sizes[name] = int(size)
     others = math.prod(size for name, size in sizes.items() if name != "dp")
     plan = MeshPlan(**{"dp": max(1, num_ranks // others), **sizes})
-    num_places = plan.pp * plan.replicate * plan.dp * plan.tp
+    num_places = math.prod(asdict(plan).values())
     if num_places != num_ranks:
         problem = f"{text!r} has {num_places} places, the job {num_ranks} ranks."
         raise SettingError("train_llama --mesh", problem, "Start as many ranks, or leave dp out, which takes the rest.")
@@ -60,10 +63,11 @@ def parse_mesh(text: str | None, num_ranks: int) -> MeshPlan:
 
 def check_fit(plan: MeshPlan, config: LlamaConfig, *, batch_size: int, seq_size: int, num_microbatches: int) -> None:
     """Raises SettingError where model or batch cannot be cut by the mesh."""
-    by_rows = f"{plan.num_replicas} ranks along dp and replicate, {num_microbatches} microbatches each,"
+    by_rows = f"{plan.num_replicas} ranks along dp, ep and replicate, {num_microbatches} microbatches each,"
     rules = [
         (f"tp={plan.tp}", plan.tp, "heads", config.num_heads),
         (f"tp={plan.tp}", plan.tp, "hidden_size", config.hidden_size),
+        (f"tp={plan.tp}", plan.tp, "expert_size", config.expert_size),
         (f"tp={plan.tp}", plan.tp, "--seq", seq_size),
         (by_rows, plan.num_replicas * num_microbatches, "--batch", batch_size),
     ]
@@ -71,6 +75,9 @@ def check_fit(plan: MeshPlan, config: LlamaConfig, *, batch_size: int, seq_size:
         if size % number:
             problem = f"{who} cannot share {what} {size} evenly."
             raise SettingError("train_llama", problem, f"Give a multiple of {number}, or another --mesh.")
+    if plan.ep > max(1, config.num_experts):
+        problem = f"ep={plan.ep} is more ranks than the model has experts, {config.num_experts}."
+        raise SettingError("train_llama --mesh", problem, "Give a smaller ep, or more --experts.")
     kv_heads, tp = config.num_kv_heads, plan.tp
     if kv_heads % tp and tp % kv_heads:
         problem = f"{kv_heads} heads of keys and values cannot be shared by tp={tp}."
@@ -78,6 +85,13 @@ def check_fit(plan: MeshPlan, config: LlamaConfig, *, batch_size: int, seq_size:
 
 
 def make_mesh(plan: MeshPlan, device: torch.device) -> disttrain.DeviceMesh:
-    """All four axes, those of one rank too."""
+    """All axes, those of one rank too, and dp and ep as one, `shards`."""
     sizes = asdict(plan)
-    return disttrain.init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = disttrain.init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh["dp", "ep"]._flatten("shards")
+    return mesh
+
+
+def token_axis(mesh: disttrain.DeviceMesh) -> disttrain.DeviceMesh:
+    """The ranks whose experts' layers see different tokens, as one axis: tp cuts sequences between layers."""
+    return mesh["replicate", "dp", "ep", "tp"]._flatten("tokens")

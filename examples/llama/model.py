@@ -12,15 +12,20 @@ from __future__ import annotations
 
 import math
 import zlib
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from disttrain import DeviceMesh
+from disttrain.experts import Balance, Experts, MixtureOfExperts, Router, RouterRule
 from llama.config import LlamaConfig
 
 EMBEDDING_STD = 0.5
+BALANCE = Balance(aux_loss_coeff=0.01, z_loss_coeff=0.001, over="batch")
+"""Of the whole batch, so that it matters not which rank has which rows of it."""
 
 
 class Attention(nn.Module):
@@ -50,25 +55,46 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: a linear layer, gated by another."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, hidden_size: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(config.dim, config.hidden_size, bias=False)
-        self.up = nn.Linear(config.dim, config.hidden_size, bias=False)
-        self.down = nn.Linear(config.hidden_size, config.dim, bias=False)
+        self.gate = nn.Linear(config.dim, hidden_size, bias=False)
+        self.up = nn.Linear(config.dim, hidden_size, bias=False)
+        self.down = nn.Linear(hidden_size, config.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
+class Axes(NamedTuple):
+    """Ranks of a mesh: those that see different tokens, and those that have different experts."""
+
+    tokens: DeviceMesh | None = None
+    experts: DeviceMesh | None = None
+
+
+def make_experts(config: LlamaConfig, axes: Axes) -> MixtureOfExperts:
+    """Many feed-forward layers, of which a router chooses some for each token (Fedus et al., 2101.03961)."""
+    rule = RouterRule(config.num_experts, config.top_k)
+    router = Router(config.dim, rule, BALANCE, batch_axis=axes.tokens, expert_axis=axes.experts)
+    experts = Experts(config.num_experts, config.dim, config.expert_size)
+    return MixtureOfExperts(router, experts, FeedForward(config, config.shared_size) if config.shared_size else None)
+
+
+NOWHERE = Axes()
+"""All tokens and experts are here."""
+
+
 class Block(nn.Module):
     """What is repeated, and what `fully_shard` gathers at once."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, axes: Axes) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = Attention(config)
         self.feed_forward_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = (
+            make_experts(config, axes) if config.num_experts else FeedForward(config, config.hidden_size)
+        )
 
     def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rotation)
@@ -82,13 +108,13 @@ class Llama(nn.Module):
     longest sequence that will come, where it is shorter than the model's, and no angles are made beyond it.
     """
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, axes: Axes = NOWHERE) -> None:
         super().__init__()
         self.config = config
         self.recomputes = False
         self.length = config.max_length
         self.embedding = nn.Embedding(config.vocabulary_size, config.dim)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(Block(config, axes) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.head = nn.Linear(config.dim, config.vocabulary_size, bias=False)
         if config.is_tied:
@@ -112,12 +138,12 @@ class Llama(nn.Module):
             if parameter.ndim == 1:  # a norm's
                 nn.init.ones_(parameter)
             else:
-                nn.init.normal_(parameter, std=self._std(name, input_size=parameter.shape[1]))
+                nn.init.normal_(parameter, std=self._std(name, input_size=parameter.shape[-1]))
 
     def _std(self, name: str, input_size: int) -> float:
         if name.startswith("embedding") and not self.config.is_tied:
             return EMBEDDING_STD
-        if name.endswith(("output.weight", "down.weight")):
+        if name.endswith(("output.weight", "down.weight", "down_proj")):
             return (input_size * 2 * self.config.num_layers) ** -0.5  # layers add up along the residual path
         return input_size**-0.5
 

@@ -1,6 +1,7 @@
 """A model on its ranks: cut into stages, each stage's layers cut, then sharded. No rank ever holds the whole.
 
-The order matters. Stages first, since each is a module of its own; layers (tp) before parameters are sharded (dp);
+The order matters. Stages first, since each is a module of its own; layers (tp) and experts (ep) before parameters are
+sharded (dp);
 kernels take the place of layers that are cut already; what is compiled comes last, as hooks stay outside of graphs.
 """
 
@@ -15,10 +16,12 @@ import disttrain
 from disttrain import kernels, tp
 from disttrain.compiling import compile_blocks
 from disttrain.dtensor import DTensor, Shard
+from disttrain.experts import shard_experts
 from disttrain.fsdp2 import MixedPrecisionPolicy, fully_shard
 from disttrain.pipelining import PipelineStage, Schedule, split_blocks
 from llama.config import LlamaConfig
-from llama.model import Block, Llama
+from llama.meshes import token_axis
+from llama.model import Axes, Block, Llama
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -31,6 +34,7 @@ class Ways:
     kernels: bool = False
     recompute: bool = False
     compile: bool = False
+    capture: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,9 @@ def place(
     """
     device = mesh.world.device
     with torch.device("meta"):
-        model = Llama(config).to(torch.float64 if ways.dtype == "fp64" else torch.float32)
+        model = Llama(config, Axes(token_axis(mesh), mesh["ep"])).to(
+            torch.float64 if ways.dtype == "fp64" else torch.float32
+        )
     model.recomputes, model.length = ways.recompute, length
     if schedule is None:
         _fit_out(model, config, mesh, ways)
@@ -72,9 +78,13 @@ def _fit_out(module: nn.Module, config: LlamaConfig, mesh: disttrain.DeviceMesh,
     if mesh["tp"].size() > 1:
         plan = tp.plan_for(module, loss_parallel=True, head_dim=config.head_size)
         tp.parallelize_module(module, mesh["tp"], plan)
+    if config.num_experts:
+        # A graph of the whole step cannot wait for the host to read how many rows go where.
+        exchange = "padded" if ways.capture else "auto"
+        shard_experts(module, mesh["ep"], exchange=exchange, src_data_rank=None)
     if ways.kernels:
         kernels.use_kernels(module, report=lambda _: None)
-    shards = mesh["replicate", "dp"] if mesh["replicate"].size() > 1 else mesh["dp"]
+    shards = mesh["replicate", "shards"] if mesh["replicate"].size() > 1 else mesh["shards"]
     # Gradients are averaged in fp32; the rotation's angles stay in it too, so inputs are not cast.
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if ways.dtype == "bf16":

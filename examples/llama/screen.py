@@ -35,6 +35,7 @@ class Meter:
         self.step = first_step
         self._tokens_per_step = tokens_per_step
         self._eval_every, self._eval_batches = eval_every, eval_batches
+        self.load: float | None = None
         self._has_begun = False
         self._losses: deque[float] = deque(maxlen=eval_batches)
         self._times_s: deque[float] = deque(maxlen=NUM_TIMED_STEPS)
@@ -46,8 +47,10 @@ class Meter:
         """What the flight recorder says of the last steps."""
         self.waiting_share = summary["waiting_share"]
 
-    def add(self, loss: float, time_s: float) -> None:
+    def add(self, loss: float, time_s: float, load: float | None = None) -> None:
+        """`load`: tokens of the busiest expert over the mean, where there are experts."""
         self.step += 1
+        self.load = load
         self._losses.append(loss)
         if self._has_begun:
             self._times_s.append(time_s)
@@ -87,6 +90,7 @@ class Meter:
         """All there is to know, in one line."""
         facts = [f"{self.step}/{self.num_steps}"]
         facts += [] if self.loss is None else [f"loss {self.loss:.3f}"]
+        facts += [] if self.load is None else [f"experts' max/mean {self.load:.2f}"]
         facts += [] if self.tokens_per_s is None else [f"{short(self.tokens_per_s)} tokens/s"]
         facts.append(f"{short(memory_bytes)}B")
         facts += [] if self.left_s is None else [f"{clock(self.left_s)} left"]
@@ -122,9 +126,12 @@ class Screen:
         self._bar = Text.assemble(("━" * done, "cyan"), ("━" * (width - done), "bright_black"), f" {status}")
         self._draw_bar()
 
-    def show_evaluation(self, held_out_loss: float) -> None:
+    def show_evaluation(self, held_out_loss: float, words: str = "") -> None:
+        """`words`: more of the last step."""
         training = "" if self._meter.loss is None else f"   training {self._meter.loss:.3f}"
-        self._print(f"step {self._meter.step:>5}   held out [bold red]{held_out_loss:.3f}[/]{training}")
+        self._print(
+            f"step {self._meter.step:>5}   held out [bold red]{held_out_loss:.3f}[/]{training}{words and '   ' + words}"
+        )
 
     def show_continuation(self, prompt: str, continuation: str) -> None:
         """The prompt in another colour."""

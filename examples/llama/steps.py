@@ -11,6 +11,7 @@ from torch import Tensor
 import disttrain
 from disttrain import kernels, tp
 from disttrain.dtensor import DTensor, Shard
+from disttrain.experts import set_loss_scale
 from disttrain.pipelining import PipelineSchedule, Schedule, clip_grad_norm_, forward_only
 from llama.config import LlamaConfig
 from llama.meshes import MeshPlan
@@ -55,6 +56,8 @@ class Whole:
         self._model = placed.model
         self._loss = Loss(placed.model.config, mesh["tp"], is_lean=mesh["tp"].size() > 1)
         self._num_microbatches = num_microbatches
+        # Routers have losses of their own, which are divided likewise; and gradients of theirs are summed over tp.
+        set_loss_scale(self._model, 1 / num_microbatches / mesh["tp"].size())
         # Else whole gradients are kept until the last microbatch, which costs memory and spares messages.
         self._reduces_each = reduces_each
         # The head computes the loss itself, without logits, where it is not cut.
@@ -100,6 +103,7 @@ class Pipelined:
         # One row at a time, for sampling.
         self._rows = PipelineSchedule(placed.stages, forward_only(schedule.placement, 1))
         self._device = mesh.world.device
+        set_loss_scale(placed.model, 1 / schedule.num_microbatches / mesh["tp"].size())
 
     def train(self, batch: Tensor) -> Tensor:
         losses: list[Tensor] = []

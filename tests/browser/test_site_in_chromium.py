@@ -23,6 +23,10 @@ SEARCHES = {
     "torchmetrics": "torchmetrics",
     "out of memory": "It runs out of memory",
     "slow": "It is slow",
+    "MoE": "Mixtures of experts",
+    "mixture of experts": "Mixtures of experts",
+    "expert parallel": "Expert parallel",
+    "DeepSeek": "Mixtures of experts",
 }
 """What a reader looks for, and the heading among what the search finds."""
 SEARCH = """new Promise(done => {

@@ -75,7 +75,7 @@ def test_other_sizes_are_refused(text: str, problem: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--batch", "3"], "2 ranks along dp and replicate, 1 microbatches each, cannot share --batch 3 evenly"),
+        (["--batch", "3"], "2 ranks along dp, ep and replicate, 1 microbatches each, cannot share --batch 3 evenly"),
         (["--steps", "0"], "argument --steps: '0' is not a whole number above 0"),
         (["--lr", "nan"], "argument --lr: 'nan' is not a number above 0"),
         (["--seed", "-1"], "argument --seed: '-1' is not a whole number"),

@@ -131,7 +131,10 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "8b", "--gpus", "12"], "12 GPUs do not fill nodes of 8"),
         (["--model", "8b", "--gpus", "8", "--seq", "3000"], "is no multiple of --seq 3000"),
         (["--model", "8b", "--gpus", "8", "--mesh", "dp=4"], "has 4 places, --gpus is 8"),
-        (["--model", "8b", "--gpus", "8", "--mesh", "ep=8"], "is no mesh, because of 'ep=8'"),
+        (["--model", "8b", "--gpus", "8", "--mesh", "cp=8"], "is no mesh, because of 'cp=8'"),
+        (["--model", "mixtral-8x7b", "--gpus", "8", "--imbalance", "0.5"], "Give the most over the mean"),
+        (["--model", "mixtral-8x7b", "--gpus", "8", "--hidden-exchange", "2"], "Give a share from 0 to 1"),
+        (["--model", "mixtral-8x", "--gpus", "8"], "mixtral-8x7b"),
         (["--model", "8b", "--gpus", "8", "--hardware", "h10"], "Did you mean h100?"),
     ],
 )
@@ -164,7 +167,7 @@ def test_models_are_read_in_all_their_forms(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="does not say dim/hidden_size, num_layers/num_hidden_layers"):
         read_sizes(str(ours))
     (tmp_path / "config.json").write_text(json.dumps({**HUGGING_FACE, "num_local_experts": 8}))
-    with pytest.raises(SettingError, match="has num_local_experts 8: its blocks are not a Llama's"):
+    with pytest.raises(SettingError, match="does not say how many of 8 experts a token has"):
         read_sizes(str(tmp_path))
     ours.write_text('model = "8b"\n')
     assert read_sizes(str(ours)) == PRESETS["8b"]

@@ -33,13 +33,29 @@ def _loaded() -> ModuleType:
     return module
 
 
-JOBS = _loaded().JOBS
+PUBLISHED_JOBS = _loaded()
+JOBS, MIXTURES = PUBLISHED_JOBS.JOBS, PUBLISHED_JOBS.MIXTURES
 
 
 @pytest.mark.parametrize("published", JOBS, ids=lambda published: published.name)
 def test_the_mesh_that_they_ran_on(published: object) -> None:
     plan = plan_of(published.job, published.choice)  # type: ignore[attr-defined]
     assert plan.utilization(published.job) == pytest.approx(published.utilization, abs=POINTS)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("published", MIXTURES[:2], ids=lambda published: published.name)
+def test_mixtures_whose_exchange_stays_on_a_host(published: object) -> None:
+    """Nothing in their estimates was made with them in sight."""
+    plan = plan_of(published.job, published.choice)  # type: ignore[attr-defined]
+    assert plan.utilization(published.job) == pytest.approx(published.utilization, abs=POINTS)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("published", MIXTURES[2:], ids=lambda published: published.name)
+def test_mixtures_whose_exchange_leaves_the_host(published: object) -> None:
+    """They lie between what all of it hidden and none of it hidden would give."""
+    hidden, exposed = published.job, PUBLISHED_JOBS.exposed(published)  # type: ignore[attr-defined]
+    most, least = (plan_of(job, published.choice).utilization(job) for job in (hidden, exposed))  # type: ignore[attr-defined]
+    assert least < published.utilization < most  # type: ignore[attr-defined]
 
 
 def test_its_own_choice_for_a_large_job() -> None:

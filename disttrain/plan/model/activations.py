@@ -8,6 +8,11 @@ input, so that backward need not gather it again:
     does both; then the other factor, and their product.
 
 With checkpoints only a block's input is kept, and one block's all else while it goes backward.
+
+In the place of an MLP, experts keep what the MLP of each row would that has come to the rank with most of them, and the
+tokens' own rank what came back, for the gradients of the router's weights. While rows go one way or the other they are
+there twice, as they are sent and as they are received. Blocks without experts, of a model that has some, are taken to
+keep as much as those with them.
 """
 
 from __future__ import annotations
@@ -37,21 +42,23 @@ class Kept:
     """By the loss, while it is computed and differentiated."""
     message: int
     """One that goes to another stage."""
+    exchange: int = 0
+    """Rows of one block that are sent, and received, at a time."""
 
 
 def kept_of(job: Job, choice: Choice) -> Kept:
     sizes, tp = job.sizes, choice.mesh.tp
     tokens = choice.microbatch_size * job.seq_size
     dtype = job.precision.compute_bytes
-    dim, query, key = sizes.dim, sizes.query_size / tp, local_key_size(sizes, tp)
-    ffn = sizes.ffn_size / tp
+    dim, attention = sizes.dim, _attention_elements(job, choice)
     is_fused = choice.is_compiled or job.has_kernels
     num_ffn = 3 if is_fused else 4
-    statistics = 4 * (sizes.num_heads + 2) / tp
-    whole = dtype * (2 * dim / tp + 2 * dim + 2 * query + 2 * key + num_ffn * ffn) + statistics
-    pending = dtype * (4 * dim / tp + 4 * dim + 2 * query + 2 * key + 3 * ffn)
-    backward = dtype * ((1 if is_fused else 2) * ffn + 2 * dim)
-    weight = dtype * dim * ffn
+    ffn, to_experts, back = _mlp_widths(job, choice)
+    statistics = 4 * (sizes.num_heads + 2) / tp + 4 * (0 if sizes.experts is None else sizes.experts.num_experts)
+    whole = dtype * (2 * dim / tp + 2 * dim + attention + num_ffn * ffn + (to_experts + back) * dim) + statistics
+    pending = dtype * (4 * dim / tp + 4 * dim + attention + 3 * ffn + (2 * to_experts + back) * dim)
+    backward = dtype * ((1 if is_fused else 2) * ffn + (2 + to_experts + back) * dim)
+    weight = dtype * dim * ffn if sizes.experts is None else 0
     block = dtype * dim / tp if choice.recomputes else whole
     return Kept(
         block=round(tokens * block),
@@ -61,7 +68,36 @@ def kept_of(job: Job, choice: Choice) -> Kept:
         head=round(tokens * dtype * (dim / tp + dim)),
         loss=_loss_bytes(job, choice, tokens),
         message=round(tokens * dtype * dim / tp),
+        exchange=round(tokens * dtype * dim * (to_experts + back)) if choice.mesh.ep > 1 else 0,
     )
+
+
+def _attention_elements(job: Job, choice: Choice) -> float:
+    """Queries, keys, values and the output of attention, for a token, on one rank of tensor parallel."""
+    sizes, tp = job.sizes, choice.mesh.tp
+    if sizes.latent is None:
+        return 2 * sizes.query_size / tp + 2 * local_key_size(sizes, tp)
+    # The small vectors before and after their norms; keys of all heads, as queries.
+    small = 2 * sizes.latent.norm_elements + sizes.latent.rotary_size
+    return (2 * sizes.query_size + 2 * sizes.value_size) / tp + small
+
+
+def _mlp_widths(job: Job, choice: Choice) -> tuple[float, float, float]:
+    """Returns, for a token of a rank, the width of all gated layers that there are for it on the rank with most rows,
+    and the rows that go to experts there, and that come back."""
+    experts, tp = job.sizes.experts, choice.mesh.tp
+    if experts is None:
+        return job.sizes.ffn_size / tp, 0.0, 0.0
+    rows = experts.top_k * load_of(job, choice.mesh.ep)
+    return (rows * experts.ffn_size + experts.shared_size) / tp, rows, experts.top_k
+
+
+def load_of(job: Job, ep: int) -> float:
+    """Returns the rows of the rank along ep that has most, over the mean."""
+    experts = job.sizes.experts
+    if experts is None or ep == 1:
+        return 1.0
+    return min(float(ep), job.assumed.imbalance * experts.of_rank(ep) * ep / experts.num_experts)
 
 
 def is_lean(job: Job, choice: Choice) -> bool:

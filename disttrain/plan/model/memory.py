@@ -34,7 +34,8 @@ class Memory:
     """Bytes on the fullest rank at its fullest moment.
 
     Args: unsharded  parameters that are gathered, their gradients, and these packed for their reduction;  temporaries
-          of the block that goes backward, with checkpoints all that it computes again.
+          of the block that goes backward, with checkpoints all that it computes again;  exchange  rows of tokens on
+          their way to experts and back.
     """
 
     parameters: int
@@ -44,6 +45,7 @@ class Memory:
     activations: int
     loss: int
     temporaries: int
+    exchange: int
     messages: int
     when: str = ""
 
@@ -91,6 +93,7 @@ def _plain(job: Job, choice: Choice) -> list[Memory]:
             activations=stretch.num_kept * kept_bytes.block + kept_bytes.head * is_loss,
             loss=kept_bytes.loss * is_loss,
             temporaries=kept_bytes.inside * stretch.is_backward,
+            exchange=kept_bytes.exchange * (not is_loss and stretch.num_kept > 0),
             messages=0,
             when=stretch.when,
         )
@@ -123,6 +126,7 @@ def _pipeline(job: Job, choice: Choice) -> Iterator[Memory]:
                 activations=activations,
                 loss=loss,
                 temporaries=temporaries,
+                exchange=kept_bytes.exchange * (is_steady and not fullest[2]),
                 messages=2 * kept_bytes.message * len(stages),
                 when=f"{LOSS if is_steady and fullest[2] else stretch.when} of pipeline rank {rank}",
             )
@@ -134,9 +138,12 @@ def _resting(job: Job, choice: Choice, stages: Sequence[StageParts]) -> dict[str
 
 
 def _shard(job: Job, choice: Choice, stages: Sequence[StageParts]) -> int:
-    elements = elements_of(job.sizes, choice.mesh.tp)
+    """Elements of parameters that the rank has."""
+    mesh = choice.mesh
+    elements = elements_of(job.sizes, mesh.tp, mesh.ep)
     is_tied = job.sizes.is_tied and choice.schedule is None
-    return -(-sum(elements.of(stage, is_tied=is_tied) for stage in stages) // choice.mesh.dp)
+    experts = -(-sum(map(elements.experts_of, stages)) // mesh.dp)
+    return -(-sum(elements.of(stage, is_tied=is_tied) for stage in stages) // mesh.num_shards) + experts
 
 
 def _coming_of(job: Job, choice: Choice, stages: Sequence[StageParts], stretch: Peak) -> dict[str, int]:

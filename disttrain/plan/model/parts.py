@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -16,25 +17,35 @@ from disttrain.plan.model.sizes import LlamaSizes
 
 @dataclass(frozen=True)
 class StageParts:
-    """One stage, or the whole model."""
+    """One stage, or the whole model; `num_dense` blocks, the first ones, are without experts in a model with some."""
 
     num_blocks: int
     has_embedding: bool
     has_head: bool
+    num_dense: int = 0
 
 
 @dataclass(frozen=True)
 class Elements:
-    """Of parameters that one rank of tensor parallel has, before they are sharded along dp."""
+    """Of parameters that one rank has of tensor and expert parallel, before they are sharded."""
 
     block: int
-    """Of each block."""
+    """Of each block, without its experts."""
+    dense_block: int
+    """Of each block that has none."""
+    experts: int
+    """Of each block: sharded along dp, all else along dp and ep."""
     embedding: int
     head: int
     """With the last norm."""
 
     def of(self, stage: StageParts, *, is_tied: bool) -> int:
-        return stage.num_blocks * self.block + self.outside(stage, is_tied=is_tied)
+        """All but experts."""
+        blocks = (stage.num_blocks - stage.num_dense) * self.block + stage.num_dense * self.dense_block
+        return blocks + self.outside(stage, is_tied=is_tied)
+
+    def experts_of(self, stage: StageParts) -> int:
+        return (stage.num_blocks - stage.num_dense) * self.experts
 
     def outside(self, stage: StageParts, *, is_tied: bool) -> int:
         """Counts what is in no block: `fully_shard` on the stage gathers that by itself."""
@@ -43,22 +54,54 @@ class Elements:
 
 
 @cache
-def elements_of(sizes: LlamaSizes, tp: int) -> Elements:
+def elements_of(sizes: LlamaSizes, tp: int, ep: int = 1) -> Elements:
     """Matrices are cut along tp, but for keys' and values' where there are more ranks than heads; norms are whole."""
-    cut = 2 * sizes.query_size + 3 * sizes.ffn_size
-    keys = 2 * sizes.key_size
-    has_heads = sizes.num_kv_heads >= tp
-    block = sizes.dim * (-(-cut // tp) + (-(-keys // tp) if has_heads else keys)) + 2 * sizes.dim
+    block, dense_block, experts = (
+        sum(map(math.prod, shapes))
+        for shapes in (
+            parameters_of_block(sizes, tp),
+            parameters_of_block(sizes.without_experts, tp),
+            parameters_of_experts(sizes, tp, ep),
+        )
+    )
     vocab = -(-sizes.vocab_size // tp) * sizes.dim
-    return Elements(block, vocab, vocab + sizes.dim)
+    return Elements(block, dense_block, experts, vocab, vocab + sizes.dim)
 
 
 def parameters_of_block(sizes: LlamaSizes, tp: int) -> list[tuple[int, int]]:
-    """Rows and columns of each parameter of a block that one rank of tensor parallel has: two norms, and matrices."""
-    query, ffn = sizes.query_size // tp, sizes.ffn_size // tp
-    keys = -(-sizes.key_size // tp) if sizes.num_kv_heads >= tp else sizes.key_size
-    norm, out, down = (sizes.dim, 1), (sizes.dim, query), (sizes.dim, ffn)
-    return [norm, norm, *((rows, sizes.dim) for rows in (query, keys, keys, ffn, ffn)), out, down]
+    """Rows and columns of each parameter of a block that one rank of tensor parallel has, but of experts: norms, and
+    matrices."""
+    norm, out = (sizes.dim, 1), (sizes.dim, sizes.value_size // tp)
+    norms = [norm, norm] + [(sizes.extra_elements, 1)] * (sizes.extra_elements > 0)
+    if sizes.latent is not None:
+        projections = sizes.latent.matrices(sizes.dim, sizes.num_heads // tp)
+        norms.append((sizes.latent.norm_elements, 1))
+    else:
+        keys = -(-sizes.key_size // tp) if sizes.num_kv_heads >= tp else sizes.key_size
+        projections = [(rows, sizes.dim) for rows in (sizes.query_size // tp, keys, keys)]
+    return [*norms, *projections, out, *mlp_matrices(sizes, tp), *_router(sizes)]
+
+
+def mlp_matrices(sizes: LlamaSizes, tp: int) -> list[tuple[int, int]]:
+    """The matrices of the MLP, or of shared experts, that one rank has, as rows and columns: gate, up, down."""
+    width = (sizes.ffn_size if sizes.experts is None else sizes.experts.shared_size) // tp
+    return [(width, sizes.dim), (width, sizes.dim), (sizes.dim, width)] if width else []
+
+
+def _router(sizes: LlamaSizes) -> list[tuple[int, int]]:
+    if sizes.experts is None:
+        return []
+    each = sizes.dim + sizes.experts.has_bias + sizes.experts.has_balance_bias
+    return [(sizes.experts.num_experts, each)]
+
+
+def parameters_of_experts(sizes: LlamaSizes, tp: int, ep: int) -> list[tuple[int, int]]:
+    """Rows and columns of the two parameters that one rank has of a block's experts, all of which lie in them: gate and
+    up, and down. A bias counts as another column of its matrix."""
+    if sizes.experts is None:
+        return []
+    num, width, bias = sizes.experts.of_rank(ep), sizes.experts.ffn_size // tp, sizes.experts.has_bias
+    return [(num * 2 * width, sizes.dim + bias), (num * sizes.dim, width + bias)]
 
 
 def parameters_outside(sizes: LlamaSizes, tp: int, stage: StageParts) -> tuple[list[int], list[tuple[int, int]]]:
@@ -85,11 +128,17 @@ def local_key_size(sizes: LlamaSizes, tp: int) -> int:
 
 @cache
 def stages_of(sizes: LlamaSizes, num_stages: int) -> tuple[StageParts, ...]:
-    """As `split_blocks` cuts, so that stages have matrices of like size."""
-    costs = BlockCosts((float(sizes.block_matrix_elements),) * sizes.num_layers, 0, float(sizes.vocab_elements))
-    ends = [0, *balance(costs, num_stages), sizes.num_layers]
+    """As `split_blocks` cuts, so that a token meets matrices of like size on each stage."""
+    dense, blocks = sizes.without_experts.block_active_elements, sizes.num_layers - sizes.num_dense
+    matrices = (float(dense),) * sizes.num_dense + (float(sizes.block_active_elements),) * blocks
+    ends = [0, *balance(BlockCosts(matrices, 0, float(sizes.vocab_elements)), num_stages), sizes.num_layers]
     return tuple(
-        StageParts(end - first, has_embedding=index == 0, has_head=index == num_stages - 1)
+        StageParts(
+            end - first,
+            has_embedding=index == 0,
+            has_head=index == num_stages - 1,
+            num_dense=max(0, min(end, sizes.num_dense) - first),
+        )
         for index, (first, end) in enumerate(pairwise(ends))
     )
 

@@ -14,12 +14,13 @@ from disttrain.fsdp2.estimating.values import GroupSizes, Message, ParamSizes, P
 from disttrain.fsdp2.machine.group import Buckets, Bundle, Group
 from disttrain.fsdp2.machine.unit import Unit, joined
 from disttrain.plan.job import Choice
-from disttrain.plan.model.parts import StageParts, parameters_of_block, parameters_outside
+from disttrain.plan.model.parts import StageParts, parameters_of_block, parameters_of_experts, parameters_outside
 from disttrain.plan.sharding.transfers import Sharding, Transfers, transfers_of
 
 Key = TypeVar("Key")
 
 _FEW_BLOCKS = 4
+"""That are alike, beside those of a model's first ones that have no experts."""
 
 
 @dataclass(frozen=True)
@@ -84,14 +85,15 @@ def _step(sharding: Sharding, stage: StageParts, num_microbatches: int, *, reduc
     Among alike blocks everything grows or shrinks in a straight line. So two models of few blocks tell all of one with
     many, where each block goes by itself.
     """
-    num_more = stage.num_blocks - _FEW_BLOCKS
+    num_few = stage.num_dense + _FEW_BLOCKS
+    num_more = stage.num_blocks - num_few
     if num_more < 2 or max(transfers_of(sharding, stage).sets) > 1:
         return _rehearsed(sharding, stage, num_microbatches, reduces_each=reduces_each)
     few, more = (
         _rehearsed(sharding, replace(stage, num_blocks=num), num_microbatches, reduces_each=reduces_each)
-        for num in (_FEW_BLOCKS, _FEW_BLOCKS + 1)
+        for num in (num_few, num_few + 1)
     )
-    partners = _partners(few) if num_microbatches else range(len(few.stretches))
+    partners = _partners(few, num_few) if num_microbatches else range(len(few.stretches))
     return Step(
         tuple(
             _line(stretch, more.stretches[index], num_more)
@@ -114,17 +116,18 @@ def _rehearsed(sharding: Sharding, stage: StageParts, num_microbatches: int, *, 
     return Step(tuple(rehearsal.stretches), first, last)
 
 
-def _partners(few: Step) -> Iterator[int]:
-    """Of each stretch with few blocks, which one it is with one block more: the additional block is the middle one.
+def _partners(few: Step, num_blocks: int) -> Iterator[int]:
+    """Of each stretch with few blocks, which one it is with one block more: the additional block is in the middle of
+    those that are alike, which are the last.
 
     A microbatch has the forward of the root, of each block, the loss, the backward of the root, then of each block that
     and the root's again.
     """
-    num_few, num_more = 3 * _FEW_BLOCKS + 3, 3 * _FEW_BLOCKS + 6
+    num_few, num_more = 3 * num_blocks + 3, 3 * num_blocks + 6
+    after = _FEW_BLOCKS // 2
     for index in range(len(few.stretches)):
         microbatch, position = divmod(index, num_few)
-        half = _FEW_BLOCKS // 2
-        shift = 0 if position <= half else 1 if position < _FEW_BLOCKS + 3 + 2 * half else 3
+        shift = 0 if position <= num_blocks - after else 1 if position < num_blocks + 3 + 2 * after else 3
         yield microbatch * num_more + position + shift
 
 
@@ -153,10 +156,10 @@ class _Model:
         children, shapes = parameters_outside(sharding.sizes, sharding.tp, stage)
         is_tied = sharding.sizes.is_tied and stage.has_embedding and stage.has_head
         params = [self._param(shape, in_place) for shape, in_place in zip(shapes, plan.outside, strict=True)]
-        root = self._module("the model", params)
-        block_shapes = parameters_of_block(sharding.sizes, sharding.tp)
+        root = self._module("the model", [(params, sharding.num_shards)])
         blocks = [
-            self._module(name, list(map(self._param, block_shapes, plan.block))) for name in _names(stage.num_blocks)
+            self._block(name, plan, has_experts=index >= stage.num_dense)
+            for index, name in enumerate(_names(stage.num_blocks))
         ]
         uses = root.body
         num_before = sum(child == 0 for child in children)
@@ -169,9 +172,21 @@ class _Model:
         self._bundle([root] * plan.has_outside_in_sets + blocks, plan)
         return root
 
-    def _module(self, name: str, params: list[ParamSizes]) -> SizedModule:
-        groups = [Group(self._group(params))] if params else []
-        return SizedModule(name, Unit(groups, (), None), [(group, param) for group in groups for param in params])
+    def _block(self, name: str, plan: Transfers, *, has_experts: bool) -> SizedModule:
+        """With two groups where it has experts, of which other ranks have the shards."""
+        sharding = self.sharding
+        sizes = sharding.sizes if has_experts else sharding.sizes.without_experts
+        shapes, form = parameters_of_block(sizes, sharding.tp), plan.block if has_experts else plan.dense_block
+        params, num_shards = list(map(self._param, shapes, form)), sharding.num_expert_shards
+        shapes = parameters_of_experts(sizes, sharding.tp, sharding.ep)
+        experts = [self._param(*each, num_shards=num_shards) for each in zip(shapes, plan.experts, strict=False)]
+        return self._module(name, [(params, sharding.num_shards), (experts, num_shards)])
+
+    def _module(self, name: str, groups: list[tuple[list[ParamSizes], int]]) -> SizedModule:
+        """Args: groups  their parameters, and the ranks that share these."""
+        made = [(Group(self._group(params, num_shards)), params) for params, num_shards in groups if params]
+        unit = Unit([group for group, _ in made], (), None)
+        return SizedModule(name, unit, [(group, param) for group, params in made for param in params])
 
     def _bundle(self, modules: Sequence[SizedModule], plan: Transfers) -> None:
         """Bundles the groups of modules that go over the wire as one message."""
@@ -183,26 +198,27 @@ class _Model:
                 groups = [group for unit in units for group in unit.groups]
                 self.bundles.append(joined(groups, units, gathers=plan.gathers_sets))
 
-    def _param(self, shape: tuple[int, int], is_in_place: bool) -> ParamSizes:
+    def _param(self, shape: tuple[int, int], is_in_place: bool, num_shards: int | None = None) -> ParamSizes:
         sharding, precision = self.sharding, self.sharding.precision
         # Where nothing is sharded, only gradients come and go.
         compute, reduce = (each * precision.is_sharded for each in (precision.compute_bytes, precision.reduce_bytes))
+        num_shards = sharding.num_shards if num_shards is None else num_shards
         return ParamSizes.of(
             math.prod(shape),
-            sharding.padded(shape),
-            sharding.num_shards,
+            sharding.padded(shape, num_shards),
+            num_shards,
             (precision.parameter_bytes, compute, reduce),
             is_in_place=is_in_place,
         )
 
-    def _group(self, params: list[ParamSizes]) -> GroupSizes:
+    def _group(self, params: list[ParamSizes], num_shards: int) -> GroupSizes:
         precision, sent_bytes = self.sharding.precision, sum(param.sent_bytes for param in params)
         return GroupSizes(
             params=tuple(params),
             shard_bytes=sum(param.gradient_bytes for param in params),
             sent_bytes=sent_bytes,
             whole_bytes=sum(param.whole_bytes for param in params),
-            num_shards=self.sharding.num_shards,
+            num_shards=num_shards,
             num_replicas=self.sharding.num_replicas,
             cast_bytes=sent_bytes * (precision.compute_bytes != precision.parameter_bytes),
             is_offloaded=False,

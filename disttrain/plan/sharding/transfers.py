@@ -6,12 +6,12 @@ by one, and then the model, or a pipeline's stage, with what is in no block. Wha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from disttrain.fsdp2.transfers.forms import TransferCost, may_go_together, plan_form, plan_together, reduce_buckets
 from disttrain.plan.job import Choice, Job, Precision
-from disttrain.plan.model.parts import StageParts, parameters_of_block, parameters_outside
+from disttrain.plan.model.parts import StageParts, parameters_of_block, parameters_of_experts, parameters_outside
 from disttrain.plan.model.sizes import LlamaSizes
 from disttrain.plan.time.links import link_of
 
@@ -22,7 +22,8 @@ Form = tuple[bool, ...]
 @dataclass(frozen=True)
 class Sharding:
     """All that decides how `fully_shard` treats a model: its sizes, the ranks that share its parameters, and what a
-    gather over these ranks costs; None where they are on one node."""
+    gather over these ranks costs; None where they are on one node. Of experts, of which each rank along ep has its own,
+    `num_expert_shards` are the ranks that share one."""
 
     sizes: LlamaSizes
     precision: Precision
@@ -31,30 +32,41 @@ class Sharding:
     num_replicas: int
     shard_cost: TransferCost | None
     replica_cost: TransferCost | None
+    ep: int = 1
+    num_expert_shards: int = 1
+    expert_cost: TransferCost | None = None
 
     @classmethod
     def of(cls, job: Job, choice: Choice) -> Sharding:
         mesh = choice.mesh
-        costs = (_cost_over(job, choice, axis) for axis in ("dp", "replicate"))
-        return cls(job.sizes, job.precision, mesh.tp, mesh.dp, mesh.replicate, *costs)
+        shard_cost, replica_cost, expert_cost = (
+            _cost_over(job, choice, axis) for axis in (mesh.shards, "replicate", "dp")
+        )
+        sharding = cls(job.sizes, job.precision, mesh.tp, mesh.num_shards, mesh.replicate, shard_cost, replica_cost)
+        if job.sizes.experts is None:
+            return sharding
+        return replace(sharding, ep=mesh.ep, num_expert_shards=mesh.dp, expert_cost=expert_cost)
 
-    def padded(self, shape: tuple[int, int]) -> int:
+    def padded(self, shape: tuple[int, int], num_shards: int) -> int:
         """Elements of a parameter that is cut along its rows, with its padding."""
         rows, columns = shape
-        return -(-rows // self.num_shards) * self.num_shards * columns
+        return -(-rows // num_shards) * num_shards * columns
 
 
 @dataclass(frozen=True)
 class Transfers:
     """Of one stage, or of the whole model.
 
-    Args: block  the form of a block's parameters;  outside  of those in no block;  sets  of how many modules each goes
+    Args: block  the form of a block's parameters;  experts  of its experts';  dense_block  of those of a block that has
+          none in a model with some;  outside  of those in no block;  sets  of how many modules each goes
           that are one after the other, as one message;  gathers_sets  not only reduces them so;  buckets  of what is
           outside, by its position there, that are reduced before the backward ends, or one;  has_outside_in_sets  the
           first module of the sets is what is in no block.
     """
 
     block: Form
+    experts: Form
+    dense_block: Form
     outside: Form
     sets: tuple[int, ...]
     gathers_sets: bool
@@ -62,7 +74,8 @@ class Transfers:
     has_outside_in_sets: bool
 
     def __str__(self) -> str:
-        words = [f"blocks {_in_words(self.block)}", f"the rest {_in_words(self.outside)}" if self.outside else ""]
+        words = [f"blocks {_in_words(self.block)}", f"experts {_in_words(self.experts)}" if self.experts else ""]
+        words += [f"the rest {_in_words(self.outside)}" if self.outside else ""]
         sizes = sorted({size for size in self.sets if size > 1})
         if sizes:
             verb = "gathered and reduced" if self.gathers_sets else "reduced"
@@ -75,19 +88,30 @@ def transfers_of(sharding: Sharding, stage: StageParts) -> Transfers:
     """Plans the transfers of a stage, of which a rank of tensor parallel has its part."""
     sizes, precision, costs = sharding.sizes, sharding.precision, (sharding.shard_cost, sharding.replica_cost)
     children, outside = parameters_outside(sizes, sharding.tp, stage)
-    block_bytes, outside_bytes = (
-        [sharding.padded(shape) * precision.compute_bytes for shape in shapes]
-        for shapes in (parameters_of_block(sizes, sharding.tp), outside)
+    num_shards = sharding.num_shards
+    block_bytes, dense_bytes, outside_bytes, expert_bytes = (
+        [sharding.padded(shape, num) * precision.compute_bytes for shape in shapes]
+        for shapes, num in (
+            (parameters_of_block(sizes, sharding.tp), num_shards),
+            (parameters_of_block(sizes.without_experts, sharding.tp), num_shards),
+            (outside, num_shards),
+            (parameters_of_experts(sizes, sharding.tp, sharding.ep), sharding.num_expert_shards),
+        )
     )
     buckets = reduce_buckets(children, [rows * columns * precision.parameter_bytes for rows, columns in outside])
     is_late = bool(outside) and len(buckets) == 1
-    blocks_join = may_go_together(sum(block_bytes), None, costs)
+    # Experts lie on another mesh than the rest of their block, and go by themselves.
+    blocks_join = sizes.experts is None and may_go_together(sum(block_bytes), None, costs)
     outside_joins = is_late and blocks_join and may_go_together(sum(outside_bytes), None, costs)
     modules = [sum(outside_bytes)] * outside_joins + [sum(block_bytes)] * stage.num_blocks
     cost = sharding.replica_cost if sharding.shard_cost is None else sharding.shard_cost
-    block_form, outside_form = (plan_form(sizes, None, sharding.shard_cost) for sizes in (block_bytes, outside_bytes))
+    block_form, dense_form, outside_form = (
+        plan_form(sizes, None, sharding.shard_cost) for sizes in (block_bytes, dense_bytes, outside_bytes)
+    )
     return Transfers(
         block=block_form,
+        experts=plan_form(expert_bytes, None, sharding.expert_cost) if expert_bytes else (),
+        dense_block=dense_form,
         outside=outside_form if outside else (),
         sets=tuple(plan_together(modules, None, cost) if blocks_join else [1] * len(modules)),
         gathers_sets=sharding.shard_cost is not None,

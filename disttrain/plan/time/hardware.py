@@ -4,7 +4,8 @@ The shares are those of four H200 under our benchmarks (`benchmarks/results`: ke
 and are taken for the other GPUs' too, which nobody has measured here; but products on A100 attain what makes the
 estimates fit 15 runs of FSDP on 8 to 64 of them that others have published: llm-foundry's (scripts/train/benchmarking,
 MPT of 3B to 70B) and torchtitan's (docs/performance.md of 2024, Llama 2 and 3). `--measure` measures yours.
-Sources: NVIDIA's data sheets of A100, H100, H200 and B200 (dense rates, without sparsity; NVLink per direction); for
+Sources: NVIDIA's data sheets of A100, H100, H200 and B200 (dense rates, without sparsity; NVLink per direction); of
+H800, an H100 with less NVLink, "Insights into DeepSeek-V3" (arXiv:2505.09343) says 400 GB/s in both directions; for
 hops of a ring the latencies of NVLink (LL128) and of a network (Simple) in NCCL's model, src/graph/tuning.cc.
 """
 
@@ -106,6 +107,7 @@ HARDWARE = {
     "a100-40": _attained("NVIDIA A100 SXM 40GB", 39.4, 312, 0, 1555, 300, 25, 108, matmul_share=0.73),
     "h100": _attained("NVIDIA H100 SXM", 79.2, 989, 1979, 3350, 450, 50, 132),
     "h200": _attained("NVIDIA H200 SXM", 139.8, 989, 1979, 4800, 450, 50, 132),
+    "h800": _attained("NVIDIA H800 SXM", 79.2, 989, 1979, 3350, 200, 50, 132),
     "b200": _attained("NVIDIA B200 SXM", 178.4, 2250, 4500, 8000, 900, 50, 148),
 }
 

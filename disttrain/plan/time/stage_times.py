@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from functools import cache
 
 from disttrain.plan.job import Choice, Job
-from disttrain.plan.model.activations import is_lean
+from disttrain.plan.model.activations import is_lean, load_of
 from disttrain.plan.model.parts import StageParts, elements_of, local_key_size
+from disttrain.plan.model.sizes import LlamaSizes
+from disttrain.plan.time.exchange import exchange_s
 from disttrain.plan.time.links import link_of
-from disttrain.plan.time.products import product_s
+from disttrain.plan.time.products import grouped_product_s, product_s
 from disttrain.plan.time.traffic import BLOCK_GATHERS, activation_bytes
 
 EXPOSED_WITHIN_NODE = 0.35
@@ -32,24 +34,28 @@ SHARED_MEMORY_BYTES = 227 << 10
 @dataclass(frozen=True)
 class Computing:
     """Seconds of a forward, of a backward, of what in that computes weights' gradients, and of what tensor parallel
-    adds to both: communication that nothing hides."""
+    and the exchange with experts add to both: communication that nothing hides."""
 
     forward: float
     backward: float
     weights: float
     tp_forward: float = 0.0
     tp_backward: float = 0.0
+    exchange: float = 0.0
+    """In each of both."""
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Of one microbatch on one stage: `again` is the forward that a checkpoint repeats, `tp` is within the others."""
+    """Of one microbatch on one stage: `again` is the forward that a checkpoint repeats, without communication; `tp` and
+    `exchange` are within the others."""
 
     forward: float
     backward: float
     weights: float
     again: float
     tp: float
+    exchange: float
 
     @property
     def total_s(self) -> float:
@@ -63,9 +69,12 @@ def block_times(job: Job, choice: Choice) -> Computing:
     is_fused = choice.is_compiled or job.has_kernels
     keys = 2 * local_key_size(sizes, tp)
     products = _products(job, choice)
-    attention = 2 * tokens * job.seq_size * sizes.query_size / tp
-    # What norms, sums, the gate and rotations read and write.
-    moved = (10 * sizes.dim + (3 if is_fused else 5) * sizes.ffn_size) / tp
+    attention = 2 * tokens * job.seq_size * sizes.attention_size / tp
+    # What norms, sums, the gate and rotations read and write, and rows that are sorted by expert, and summed.
+    experts, load = sizes.experts, load_of(job, choice.mesh.ep)
+    widths = sizes.ffn_size if experts is None else experts.shared_size + load * experts.top_k * experts.ffn_size
+    moved = (10 * sizes.dim + (3 if is_fused else 5) * widths) / tp
+    moved += 0 if experts is None else experts.top_k * (3 + 2 * load * (choice.mesh.ep > 1)) * sizes.dim
     moved += (2 if is_fused else 8) * (sizes.query_size / tp + keys / 2)
     elementwise = dtype * tokens * moved / hardware.memory_bytes_per_s
     forward = products.forward + attention / hardware.attention_forward_flops + elementwise
@@ -73,7 +82,16 @@ def block_times(job: Job, choice: Choice) -> Computing:
     backward += 2 * elementwise
     there, back = _exposed_s(job, choice, products)
     host_s = HOST_COMPILED_BLOCK_S if choice.is_compiled else HOST_BLOCK_S
-    return Computing(max(forward, host_s) + there, max(backward, 2 * host_s) + back, products.weights, there, back)
+    whole = 0.0 if job.sizes.experts is None else exchange_s(job, choice)
+    exchange = whole * (1 - job.assumed.hidden * (1 - NCCL_SHARE))
+    return Computing(
+        max(forward, host_s) + there + exchange,
+        max(backward, 2 * host_s) + back + exchange,
+        products.weights,
+        there,
+        back,
+        exchange,
+    )
 
 
 @dataclass(frozen=True)
@@ -96,9 +114,7 @@ def _products(job: Job, choice: Choice) -> _Products:
     sizes, hardware, tp = job.sizes, job.hardware, choice.mesh.tp
     rows = choice.microbatch_size * job.seq_size
     rate = hardware.float8_flops if job.uses_float8 else hardware.matmul_flops
-    query, key, ffn = sizes.query_size / tp, local_key_size(sizes, tp), sizes.ffn_size / tp
-    cut_by_columns = [(sizes.dim, size) for size in (query, key, key, ffn, ffn)]
-    cut_by_rows = [(query, sizes.dim), (ffn, sizes.dim)]
+    cut_by_columns, cut_by_rows = _matrices(sizes, tp)
     every = cut_by_columns + cut_by_rows
 
     def seconds(num_rows: float, matrices: Sequence[tuple[float, float]]) -> float:
@@ -106,14 +122,49 @@ def _products(job: Job, choice: Choice) -> _Products:
 
     back = [(columns, inner) for inner, columns in every]
     cut_back = [(columns, inner) for inner, columns in cut_by_rows]
+    grouped = _grouped(job, choice, rate)
     return _Products(
-        forward=seconds(rows, every),
-        inputs=seconds(rows, back),
-        weights=sum(product_s(hardware, rate, columns, inner, rows) for inner, columns in every),
-        forward_parts=tp * seconds(rows / tp, every),
+        forward=seconds(rows, every) + grouped.forward,
+        inputs=seconds(rows, back) + grouped.backward - grouped.weights,
+        weights=sum(product_s(hardware, rate, columns, inner, rows) for inner, columns in every) + grouped.weights,
+        forward_parts=tp * seconds(rows / tp, every) + grouped.forward,
         cut_inputs=seconds(rows, cut_back),
         cut_inputs_parts=tp * seconds(rows / tp, cut_back),
     )
+
+
+def _matrices(sizes: LlamaSizes, tp: int) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """In and out of each matrix that all rows meet, in layers cut by columns and in those cut by rows."""
+    dim, experts = float(sizes.dim), sizes.experts
+    ffn = (sizes.ffn_size if experts is None else experts.shared_size) / tp
+    if sizes.latent is None:
+        key = float(local_key_size(sizes, tp))
+        projections = [(dim, size) for size in (sizes.query_size / tp, key, key)]
+    else:
+        matrices = sizes.latent.matrices(sizes.dim, sizes.num_heads // tp)
+        projections = [(float(columns), float(rows)) for rows, columns in matrices]
+    router = [] if experts is None else [(dim, float(experts.num_experts))]
+    gated = [(dim, ffn), (dim, ffn)] if ffn else []
+    return projections + gated + router, [(sizes.value_size / tp, dim)] + [(ffn, dim)] * (ffn > 0)
+
+
+def _grouped(job: Job, choice: Choice, rate: float) -> Computing:
+    """The products of experts, on the rank that has most rows."""
+    experts, mesh, hardware = job.sizes.experts, choice.mesh, job.hardware
+    if experts is None:
+        return Computing(0.0, 0.0, 0.0)
+    num, dtype = experts.of_rank(mesh.ep), job.precision.compute_bytes
+    tokens = choice.microbatch_size * job.seq_size
+    rows = tokens * experts.top_k * load_of(job, mesh.ep) / num
+    dim, ffn = job.sizes.dim, experts.ffn_size / mesh.tp
+
+    def seconds(out: float, columns: float, inner: float) -> float:
+        return grouped_product_s(hardware, rate, num, (out, columns, inner), rows, dtype)
+
+    forward = seconds(rows, 2 * ffn, dim) + seconds(rows, dim, ffn)
+    inputs = seconds(rows, dim, 2 * ffn) + seconds(rows, ffn, dim)
+    weights = seconds(2 * ffn, dim, rows) + seconds(dim, ffn, rows)
+    return Computing(forward, inputs + weights, weights)
 
 
 def _exposed_s(job: Job, choice: Choice, products: _Products) -> tuple[float, float]:
@@ -159,7 +210,8 @@ def _sums_s(job: Job, choice: Choice, stage: StageParts) -> float:
         further = (precision.compute_bytes + 2 * precision.reduce_bytes) / WIDENED_ADDITION_RATE
     else:
         first, further = 0.0, 3.0 * precision.compute_bytes
-    num_elements = elements_of(job.sizes, choice.mesh.tp).of(stage, is_tied=job.sizes.is_tied)
+    elements = elements_of(job.sizes, choice.mesh.tp, choice.mesh.ep)
+    num_elements = elements.of(stage, is_tied=job.sizes.is_tied) + elements.experts_of(stage)
     return num_elements * (first + further * (num - 1)) / num / job.hardware.memory_bytes_per_s
 
 
@@ -168,7 +220,7 @@ def _again_s(job: Job, choice: Choice, block: Computing) -> float:
     is left out, but where one function computes it and what it keeps: cut by tp, in a graph, or in float8."""
     if not choice.recomputes:
         return 0.0
-    if choice.mesh.tp > 1 or choice.is_compiled or job.uses_float8:
+    if choice.mesh.tp > 1 or choice.is_compiled or job.uses_float8 or job.sizes.experts is not None:
         return block.forward
     tokens = choice.microbatch_size * job.seq_size
     hardware, sizes = job.hardware, job.sizes
@@ -177,13 +229,22 @@ def _again_s(job: Job, choice: Choice, block: Computing) -> float:
 
 @cache
 def stage_times(job: Job, choice: Choice, stage: StageParts) -> StageTimes:
-    block, head = block_times(job, choice), _head(job, choice)
-    num, again, sums = stage.num_blocks, _again_s(job, choice, block), _sums_s(job, choice, stage)
-    forward = num * block.forward + stage.has_head * head.forward
-    backward = num * (block.backward + again) + stage.has_head * head.backward + sums
-    weights = num * block.weights + stage.has_head * head.weights + sums
+    head, sums = _head(job, choice), _sums_s(job, choice, stage)
+    forward, backward = stage.has_head * head.forward, stage.has_head * head.backward + sums
+    weights = stage.has_head * head.weights + sums
+    again_s = tp_s = sent_s = 0.0
+    for of_job, num in ((job, stage.num_blocks - stage.num_dense), (job.without_experts, stage.num_dense)):
+        if not num:
+            continue
+        block = block_times(of_job, choice)
+        again = _again_s(of_job, choice, block)
+        forward += num * block.forward
+        backward += num * (block.backward + again)
+        weights += num * block.weights
+        again_tp, again_exchange = block.tp_forward * choice.recomputes, block.exchange * choice.recomputes
+        again_s += num * (again - again_tp - again_exchange)
+        tp_s += num * (block.tp_forward + block.tp_backward + again_tp)
+        sent_s += num * (2 * block.exchange + again_exchange)
     if choice.is_compiled:
         weights = COMPILED_WEIGHT_SHARE * backward
-    again_tp = block.tp_forward * choice.recomputes
-    tp_s = num * (block.tp_forward + block.tp_backward + again_tp)
-    return StageTimes(forward, backward, weights, num * (again - again_tp), tp_s)
+    return StageTimes(forward, backward, weights, again_s, tp_s, sent_s)

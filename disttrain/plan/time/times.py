@@ -14,7 +14,6 @@ from disttrain.pipelining.schedule.timeline import Timeline
 from disttrain.plan.job import Choice, Job
 from disttrain.plan.model.activations import kept_of
 from disttrain.plan.model.parts import (
-    StageParts,
     elements_of,
     fewer_microbatches,
     parts_of,
@@ -31,13 +30,15 @@ from disttrain.plan.time.traffic import ring_bytes
 class Times:
     """Seconds of a step; means over the pipeline's ranks.
 
-    Args: recompute  forwards done again;  tp, shards  communication that nothing hides, of tensor parallel, and of
-          gathering parameters and reducing gradients;  bubble  waiting for other stages.
+    Args: recompute  forwards done again;  tp, exchange, shards  communication that nothing hides, of tensor parallel,
+          of tokens and their experts, and of gathering parameters and reducing gradients;  bubble  waiting for other
+          stages.
     """
 
     compute: float
     recompute: float
     tp: float
+    exchange: float
     shards: float
     bubble: float
     optimizer: float
@@ -59,14 +60,16 @@ def times_of(job: Job, choice: Choice) -> Times:
     work_s = per_microbatch * sum(times.total_s for times in each)
     again_s = per_microbatch * sum(times.again for times in each)
     tp_s = per_microbatch * sum(times.tp for times in each)
+    exchange_s = per_microbatch * sum(times.exchange for times in each)
     if choice.schedule is None:
         shards_s, bubble_s = _shards_s(job, choice), 0.0
     else:
         shards_s, bubble_s = _scheduled_shards_s(job, choice), makespan_s(job, choice) - work_s + _tie_s(job, choice)
     return Times(
-        compute=work_s - again_s - tp_s,
+        compute=work_s - again_s - tp_s - exchange_s,
         recompute=again_s,
         tp=tp_s,
+        exchange=exchange_s,
         shards=shards_s,
         bubble=bubble_s,
         optimizer=_optimizer_s(job, choice),
@@ -106,7 +109,7 @@ def _beside_nothing(choice: Choice) -> Choice:
     """How the ranks beside a pipeline share its stages' parameters changes nothing in it."""
     if choice.mesh.replicate == 1:
         return choice
-    return replace(choice, mesh=replace(choice.mesh, replicate=1, dp=choice.mesh.num_batch_parts))
+    return replace(choice, mesh=replace(choice.mesh, replicate=1, dp=choice.mesh.replicate * choice.mesh.dp))
 
 
 @cache
@@ -170,68 +173,91 @@ def _tie_s(job: Job, choice: Choice) -> float:
 
 def _optimizer_s(job: Job, choice: Choice) -> float:
     """AdamW in one launch reads and writes a parameter and two states, and reads its gradient, as clipping does."""
-    elements = elements_of(job.sizes, choice.mesh.tp)
-    whole = sum(elements.of(stage, is_tied=job.sizes.is_tied) for stage in parts_of(job, choice)) / choice.mesh.pp
-    moved = whole / choice.mesh.dp * 8 * job.precision.parameter_bytes
+    elements, mesh = elements_of(job.sizes, choice.mesh.tp, choice.mesh.ep), choice.mesh
+    stages = parts_of(job, choice)
+    held = sum(elements.of(stage, is_tied=job.sizes.is_tied) for stage in stages) / mesh.num_shards
+    held += sum(map(elements.experts_of, stages)) / mesh.dp
+    moved = held / mesh.pp * 8 * job.precision.parameter_bytes
     return moved / job.hardware.memory_bytes_per_s
 
 
-def _reduction_s(job: Job, choice: Choice, num_elements: int) -> float:
-    """Gradients over dp, then over copies."""
-    num_bytes = num_elements * job.precision.reduce_bytes
-    mesh, seconds = choice.mesh, 0.0
-    if mesh.dp > 1:
-        seconds += link_of(job, choice, "dp").seconds(ring_bytes(num_bytes, mesh.dp))
+@dataclass(frozen=True)
+class _Num:
+    """Elements of parameters that go over the wire, those of experts by themselves: other ranks share them."""
+
+    dense: int
+    experts: int = 0
+
+    @property
+    def together(self) -> int:
+        return self.dense + self.experts
+
+    def along(self, choice: Choice) -> list[tuple[str, int]]:
+        """The axes along which each part is sharded, where there are others that have shards."""
+        parts = [(choice.mesh.shards, self.dense), ("dp", self.experts)]
+        return [(axis, num) for axis, num in parts if choice.mesh.size(axis) > 1 and num]
+
+
+def _reduction_s(job: Job, choice: Choice, num: _Num) -> float:
+    """Gradients over their shards, then over copies."""
+    size, mesh = job.precision.reduce_bytes, choice.mesh
+    seconds = sum(
+        link_of(job, choice, axis).seconds(ring_bytes(elements * size, mesh.size(axis)))
+        for axis, elements in num.along(choice)
+    )
     if mesh.replicate > 1:
-        seconds += link_of(job, choice, "replicate").all_reduce_s(num_bytes / mesh.dp)
+        for elements, num_shards in ((num.dense, mesh.num_shards), (num.experts, mesh.dp)):
+            if elements:
+                seconds += link_of(job, choice, "replicate").all_reduce_s(elements * size / num_shards)
     return seconds
 
 
-def _packing_s(job: Job, choice: Choice, num_elements: int) -> float:
+def _packing_s(job: Job, choice: Choice, num: _Num) -> float:
     """Gradients, or their sums, into the order and dtype of their reduction; and the reduced ones, where there are some
     of microbatches before, to these."""
-    precision = job.precision
+    precision, mesh = job.precision, choice.mesh
     if not precision.is_sharded:
         return 0.0
     sums = choice.num_microbatches > 1 and not choice.reduces_each
-    moved = num_elements * ((precision.reduce_bytes if sums else precision.compute_bytes) + precision.reduce_bytes)
+    moved = num.together * ((precision.reduce_bytes if sums else precision.compute_bytes) + precision.reduce_bytes)
     if choice.num_reductions > 1:
-        moved += 3 * precision.parameter_bytes * num_elements // choice.mesh.dp
+        moved += 3 * precision.parameter_bytes * (num.dense // mesh.num_shards + num.experts // mesh.dp)
     return moved / job.hardware.memory_bytes_per_s
 
 
-def _gather_s(job: Job, choice: Choice, num_elements: int) -> float:
-    if choice.mesh.dp == 1:
-        return 0.0
-    num_bytes = num_elements * job.precision.compute_bytes
-    return link_of(job, choice, "dp").seconds(ring_bytes(num_bytes, choice.mesh.dp))
+def _gather_s(job: Job, choice: Choice, num: _Num) -> float:
+    size = job.precision.compute_bytes
+    return sum(
+        link_of(job, choice, axis).seconds(ring_bytes(elements * size, choice.mesh.size(axis)))
+        for axis, elements in num.along(choice)
+    )
 
 
 def _shards_s(job: Job, choice: Choice) -> float:
     """Without a pipeline. A block is gathered, for each microbatch, while the one before it computes, and where
     gradients are reduced, reduced while the next one does; nothing hides the gathers of root and first block, and the
-    last reduction."""
-    elements, block = elements_of(job.sizes, choice.mesh.tp), block_times(job, choice)
-    stage = StageParts(job.sizes.num_layers, has_embedding=True, has_head=True)
-    gather, reduction = _gather_s(job, choice, elements.block), _reduction_s(job, choice, elements.block)
-    outside = _gather_s(job, choice, elements.outside(stage, is_tied=job.sizes.is_tied))
+    last reduction. All blocks are taken to be as those with experts, if there are some."""
+    elements, block = elements_of(job.sizes, choice.mesh.tp, choice.mesh.ep), block_times(job, choice)
+    (stage,), is_tied = parts_of(job, choice), job.sizes.is_tied
+    of_block, of_outside = _Num(elements.block, elements.experts), _Num(elements.outside(stage, is_tied=is_tied))
+    gather, reduction = _gather_s(job, choice, of_block), _reduction_s(job, choice, of_block)
+    outside = _gather_s(job, choice, of_outside)
     backward = block.backward + block.forward * choice.recomputes
     forwards = outside + gather + (stage.num_blocks - 1) * max(0.0, gather - block.forward)
     backwards = (stage.num_blocks - 1) * max(0.0, gather - backward)
     last = (stage.num_blocks - 1) * max(0.0, gather + reduction - backward)
-    each, reducing = forwards + backwards, last - backwards + _reduction_s(job, choice, elements.embedding)
+    each, reducing = forwards + backwards, last - backwards + _reduction_s(job, choice, _Num(elements.embedding))
     # What is hidden still takes multiprocessors from what hides it.
     each += NCCL_SHARE * max(0.0, outside + (2 * stage.num_blocks - 1) * gather - each)
-    everything = _reduction_s(job, choice, elements.of(stage, is_tied=job.sizes.is_tied))
-    reducing += NCCL_SHARE * max(0.0, everything - reducing)
-    reducing += _packing_s(job, choice, elements.of(stage, is_tied=job.sizes.is_tied))
+    every = _Num(elements.of(stage, is_tied=is_tied), elements.experts_of(stage))
+    reducing += NCCL_SHARE * max(0.0, _reduction_s(job, choice, every) - reducing)
+    reducing += _packing_s(job, choice, every)
     return choice.num_microbatches * each + choice.num_reductions * reducing
 
 
 def _scheduled_shards_s(job: Job, choice: Choice) -> float:
     """A stage is gathered once, ahead of its first use, and reduced once: the first stage's gather, and its reduction,
     which is the last one, are waited for."""
-    elements, stage = elements_of(job.sizes, choice.mesh.tp), parts_of(job, choice)[0]
-    num_elements = elements.of(stage, is_tied=False)
-    shards_s = _gather_s(job, choice, num_elements) + _reduction_s(job, choice, num_elements)
-    return shards_s + _packing_s(job, choice, num_elements)
+    elements, stage = elements_of(job.sizes, choice.mesh.tp, choice.mesh.ep), parts_of(job, choice)[0]
+    num = _Num(elements.of(stage, is_tied=False), elements.experts_of(stage))
+    return _gather_s(job, choice, num) + _reduction_s(job, choice, num) + _packing_s(job, choice, num)

@@ -2,6 +2,8 @@
 
     dp         parameters are gathered; gradients, once in a step or for each microbatch, reduced and scattered
     replicate  reduced gradients are summed over copies
+    dp,ep      both at once, where experts are exchanged: of all other parameters
+    ep         tokens go to their experts and back, as do gradients
     tp         activations are gathered before each pair of layers, and reduced and scattered after it
     pp         activations go to the next stage, and their gradients back; a tied matrix's gradient from end to end
 
@@ -19,6 +21,7 @@ from disttrain.plan.model.activations import kept_of
 from disttrain.plan.model.parts import StageParts, parts_of, parts_of_ranks, tied_elements
 from disttrain.plan.sharding.step import step_of
 from disttrain.plan.sharding.transfers import Sharding, transfers_of
+from disttrain.plan.time.exchange import both_ways
 from disttrain.plan.time.links import link_of
 
 BLOCK_GATHERS = 2
@@ -73,33 +76,54 @@ def traffic_of(job: Job, choice: Choice) -> tuple[Traffic, ...]:
     per_rank = max(1, len(stages) // choice.mesh.pp)
     of_axes = [
         *_of_shards(job, choice),
+        *_of_exchange(job, choice),
         _of_tensor_parallel(job, choice, stages, per_rank),
         _of_pipeline(job, choice, per_rank),
     ]
     return tuple(traffic for traffic in of_axes if traffic.num_ranks > 1)
 
 
-def _of_shards(job: Job, choice: Choice) -> tuple[Traffic, Traffic]:
-    """Counts the messages of `fully_shard` along both axes, on the rank that sends most along dp."""
-    sharding, of_ranks = Sharding.of(job, choice), parts_of_ranks(job, choice)
+def _of_shards(job: Job, choice: Choice) -> list[Traffic]:
+    """Counts the messages of `fully_shard` along its axes, on the rank that sends most in gathers and reductions."""
+    sharding, of_ranks, mesh = Sharding.of(job, choice), parts_of_ranks(job, choice), choice.mesh
     steps = [
         step_of(sharding, choice, stages).messages_of(choice.num_microbatches) for stages in dict.fromkeys(of_ranks)
     ]
 
-    def sent(messages: Counter[Message], *operations: str) -> tuple[Counts, int]:
-        of_axis = [(message, count) for message, count in messages.items() if message.operation in operations]
+    def sent(messages: Counter[Message], num_ranks: int | None, *operations: str) -> tuple[Counts, int]:
+        of_axis = [
+            (message, count)
+            for message, count in messages.items()
+            if message.operation in operations and num_ranks in (None, message.num_ranks)
+        ]
         counts = Counts(
             sum(count for _, count in of_axis), sum(count * message.num_collectives for message, count in of_axis)
         )
         return counts, sum(count * message.sent_bytes for message, count in of_axis)
 
-    most = max(steps, key=lambda messages: sent(messages, "all_gather", "reduce_scatter")[1])
-    return (
-        _traffic(
-            job, choice, "dp", *sent(most, "all_gather", "reduce_scatter"), str(transfers_of(sharding, of_ranks[0][0]))
-        ),
-        _traffic(job, choice, "replicate", *sent(most, "all_reduce")),
+    both = "all_gather", "reduce_scatter"
+    most = max(steps, key=lambda messages: sent(messages, None, *both)[1])
+    form = str(transfers_of(sharding, of_ranks[0][0]))
+    traffic = [_traffic(job, choice, mesh.shards, *sent(most, mesh.num_shards, *both), form)]
+    if mesh.ep > 1:
+        traffic.append(_traffic(job, choice, "dp", *sent(most, mesh.dp, *both)))
+    return [*traffic, _traffic(job, choice, "replicate", *sent(most, None, "all_reduce"))]
+
+
+def _of_exchange(job: Job, choice: Choice) -> list[Traffic]:
+    """By the rank with most blocks that have experts."""
+    ways = both_ways(job, choice)
+    if ways is None:
+        return []
+    blocks = max(
+        sum(stage.num_blocks - stage.num_dense for stage in of_rank) for of_rank in parts_of_ranks(job, choice)
     )
+    passes = choice.num_microbatches * blocks * (3 if choice.recomputes else 2)
+    sent, between = (
+        passes * sum(num_bytes) for num_bytes in ([way.sent_bytes for way in ways], [way.between_bytes for way in ways])
+    )
+    calls = 2 * passes
+    return [Traffic("ep", choice.mesh.ep, calls, round(sent), between / sent, ways[0].latency_s, calls)]
 
 
 def _of_tensor_parallel(job: Job, choice: Choice, stages: tuple[StageParts, ...], per_rank: int) -> Traffic:
