@@ -13,6 +13,7 @@ from disttrain.dtensor import Placement, Replicate, Shard, StridedShard
 from disttrain.experts.expert_layer import ExpertLayer, local_part, local_share
 from disttrain.experts.graphs import out_of_graphs
 from disttrain.experts.hidden_cut import hidden_placements
+from disttrain.experts.routing.router import Router
 from disttrain.kernels.grouped.form import GatedForm
 from disttrain.kernels.grouped.products import expert_mlp, mix_experts
 from disttrain.kernels.grouped.rows import ExpertOrder
@@ -147,14 +148,19 @@ class MixtureOfExperts(nn.Module):
         self.experts = experts
         self.shared_experts = shared_experts
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """
-        Args:    x  (..., D).
+        Args:    x     (..., D).
+                 mask  (...), False of padding, which goes to no expert; for a `Router`, which takes one.
         Returns: (..., D).
         Collective: as `Experts`.
         """
         tokens = x.reshape(-1, x.shape[-1])
-        routing = self.router(tokens)
+        if isinstance(self.router, Router):
+            # Losses over sequences ask for the dims of `x`.
+            routing: Any = self.router(x, mask)
+        else:
+            routing = self.router(tokens) if mask is None else self.router(tokens, mask)
         if hasattr(routing, "indices"):
             weights, indices = routing.weights, routing.indices
         else:

@@ -351,7 +351,7 @@ def test_meshes_and_modules_that_do_not_fit() -> None:
         with pytest.raises(ShardingError, match="Linear has no experts"):
             shard_experts(nn.Linear(2, 2), mesh["dp"])
         shard_experts(layer, mesh["dp"])
-        with pytest.raises(ShardingError, match="is (divided|a DTensor) already"):
+        with pytest.raises(ShardingError, match=r"is (divided|a DTensor) already"):
             shard_experts(layer, mesh["dp"])
 
     run_threads(2, body)

@@ -124,7 +124,7 @@ def _backward_of_combine(ctx: Any, grad: torch.Tensor) -> Any:
     return grad_rows, None, None, None, grad_weights
 
 
-SORT: Final = define("expert_sort(Tensor experts, int num_experts) -> (Tensor, Tensor, Tensor)", _sort, _sort_shapes)
+define("expert_sort(Tensor experts, int num_experts) -> (Tensor, Tensor, Tensor)", _sort, _sort_shapes)
 TAKE: Final = define(
     "expert_take(Tensor x, Tensor order, Tensor slots, Tensor ends, int k) -> Tensor",
     _take,
