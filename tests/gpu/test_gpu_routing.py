@@ -91,6 +91,7 @@ def test_a_captured_step_trains_and_counts_as_one_that_is_not(recomputes: bool) 
         torch.testing.assert_close(ours, wanted)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_step_does_not_wait_for_the_device() -> None:
     training = Training(recomputes=False)
     x = drawn(33, HIDDEN).float().cuda()
@@ -115,6 +116,7 @@ def test_nan_is_told_at_the_reading() -> None:
         read_statistics(router)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_by_inductor() -> None:
     torch._dynamo.reset()
     x = drawn(33, HIDDEN).float().cuda()

@@ -40,7 +40,7 @@ def combine(
     chosen = torch.where(is_kept[:, None], rows[torch.where(is_kept, slots, 0)].to(wide), 0)
     if weights is not None:
         chosen = chosen * weights.reshape(-1, 1).to(wide)
-    return chosen.unflatten(0, (len(slots) // k, k)).sum(1).to(rows.dtype)
+    return chosen.view(len(slots) // k, k, rows.shape[-1]).sum(1).to(rows.dtype)
 
 
 def products_with(
@@ -50,7 +50,7 @@ def products_with(
     wide = wide_dtype(rows.dtype)
     is_kept = slots < ends[-1]
     chosen = torch.where(is_kept[:, None], rows[torch.where(is_kept, slots, 0)].to(wide), 0)
-    return (chosen.unflatten(0, (len(slots) // k, k)) * grad.to(wide)[:, None]).sum(-1).reshape(-1)
+    return (chosen.view(len(slots) // k, k, rows.shape[-1]) * grad.to(wide)[:, None]).sum(-1).reshape(-1)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, is_transposed: bool) -> torch.Tensor:
