@@ -50,6 +50,8 @@ def test_rows_are_written_where_the_plan_has_them_land_and_find_home(routing: tu
 
 
 def each_row(blocks: Blocks) -> list[tuple[int, int]]:
+    # A kernel reads them side by side.
+    assert all(numbers.is_contiguous() for numbers in blocks)
     rows, begin = [], 0
     for end, target, first in zip(*(numbers.tolist() for numbers in blocks), strict=True):
         rows += [(target, first + row) for row in range(end - begin)]

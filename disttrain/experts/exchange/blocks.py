@@ -47,14 +47,19 @@ def paths_of(counts: torch.Tensor, cut: ExpertCut, rank: int) -> Paths:
     flat = rows.view(size, -1)
     homes = (flat.cumsum(1) - flat).view_as(rows)
     ranks = torch.arange(size, device=counts.device)
-    there = Blocks(
+    there = _side_by_side(
         flat[rank].cumsum(0),
         ranks[:, None].expand(-1, chunk).reshape(-1),
         landings[rank].reshape(-1),
     )
-    back = Blocks(
+    back = _side_by_side(
         rows[:, rank].T.reshape(-1).cumsum(0),
         ranks.expand(chunk, -1).reshape(-1),
         homes[:, rank].T.reshape(-1),
     )
     return Paths(there, back, ends[rank, : len(cut.experts_of(rank))].to(torch.int32))
+
+
+def _side_by_side(ends: torch.Tensor, targets: torch.Tensor, firsts: torch.Tensor) -> Blocks:
+    """For a kernel: where a rank has one expert, these may be views with gaps."""
+    return Blocks(ends.contiguous(), targets.contiguous(), firsts.contiguous())

@@ -30,7 +30,7 @@ class Route(Protocol):
 class Leg:
     """One way over a route. A tensor without elements stands for the rows while they are under way."""
 
-    __slots__ = ("coming", "is_back", "reverse", "route", "work")
+    __slots__ = ("coming", "is_back", "reverse", "route", "stream", "work")
 
     def __init__(self, route: Route, is_back: bool) -> None:
         self.route = route
@@ -38,6 +38,8 @@ class Leg:
         self.coming: torch.Tensor | None = None
         """The memory that rows come into, while they are under way."""
         self.work: Any = None
+        self.stream: torch.cuda.Stream | None = None
+        """The stream on which it was begun."""
         self.reverse: Leg | None = None
         """The same in backward, once that has begun."""
 
@@ -57,6 +59,7 @@ class _Begin(torch.autograd.Function):
     def forward(ctx: Any, rows: torch.Tensor, leg: Leg) -> torch.Tensor:
         ctx.leg = leg
         leg.coming, leg.work = leg.route.start(rows, leg.is_back)
+        leg.stream = torch.cuda.current_stream(rows.device) if rows.is_cuda else None
         return rows.new_empty(0)
 
     @staticmethod
@@ -73,7 +76,14 @@ class _End(torch.autograd.Function):
         ctx.save_for_backward(under_way.new_empty(0))
         coming, work, leg.coming, leg.work = leg.coming, leg.work, None, None
         assert coming is not None
-        return leg.route.finish(coming, work, leg.is_back)
+        result = leg.route.finish(coming, work, leg.is_back)
+        current = torch.cuda.current_stream(coming.device) if coming.is_cuda else None
+        if leg.stream is not None and current is not None and current != leg.stream:
+            # Begun on another stream, to which memory goes back as soon as nobody here holds it: of the rows that were
+            # sent, and of those that came.
+            leg.stream.wait_stream(current)
+            coming.record_stream(current)
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:

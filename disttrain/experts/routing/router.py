@@ -99,7 +99,8 @@ class Router(KeepsDtypes):
         routing = choose(logits, self.rule, self.expert_bias, mask=mask, axis=self.expert_axis)
         if not self.training:
             return routing
-        return routing._replace(weights=self.counters.take(routing, mask, self._num_sequences(x)))
+        # Not by `_replace`, which Dynamo does not return from a graph (torch 2.11).
+        return Routing(self.counters.take(routing, mask, self._num_sequences(x)), *routing[1:])
 
     def extra_repr(self) -> str:
         """The rule and the balance."""
