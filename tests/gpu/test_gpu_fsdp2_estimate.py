@@ -83,7 +83,7 @@ def check(mesh: disttrain.DeviceMesh, device: torch.device, *, is_tied: bool, **
     step()
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated()
-    assert said.peak.num_bytes == pytest.approx(peak - resting, rel=TOLERANCE), said
+    assert said.peak.num_bytes == pytest.approx(peak - resting, rel=TOLERANCE), (peak - resting, said)
     # The first rank has the most, if only by padding.
     assert resting - before <= said.resting_bytes * (1 + TOLERANCE) + KEPT_BYTES
     assert peak - before == pytest.approx(said.peak_bytes, rel=TOLERANCE), said

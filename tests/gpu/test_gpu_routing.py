@@ -116,7 +116,7 @@ def test_nan_is_told_at_the_reading() -> None:
         read_statistics(router)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore")
 def test_compiled_by_inductor() -> None:
     torch._dynamo.reset()
     x = drawn(33, HIDDEN).float().cuda()

@@ -55,6 +55,8 @@ class _Reduction:
     parts: Parts
     packed_bytes: int
     has_sum: bool
+    is_direct: bool
+    """Gradients are handed out as they are."""
 
 
 class Rehearsal:
@@ -210,8 +212,13 @@ class Rehearsal:
             for each in all_sizes:
                 held_bytes += each.cast_bytes + (each.shard_bytes if each.is_offloaded and self._has_streams else 0)
             self._add(GATHERED, held_bytes)
-        output_bytes = rest_bytes * sizes.num_shards
-        self._add(GATHERED, output_bytes)
+        # Of a rank alone, what is made to be sent is what has come.
+        is_lone = sizes.num_shards == 1 and not goes_in_place and not was_kept
+        output_bytes = (packed_bytes or sizes.cast_bytes or held_bytes) if is_lone else rest_bytes * sizes.num_shards
+        if is_lone:
+            held_bytes -= output_bytes
+        else:
+            self._add(GATHERED, output_bytes)
         self._send("all_gather", num_ranks, sent_bytes * sizes.num_shards, num_collectives)
         # Memory that a transport reads, or a stream other than its owner, is held until that has been waited for. If it
         # has been packed, only the packed copy is.
@@ -267,19 +274,27 @@ class Rehearsal:
             sum(each.packed_bytes for each in every),
             sum(each.reduced_bytes for each in every),
         )
-        self._add(PACKED, packed_bytes + reduced_bytes)
         forms = [[param.is_in_place for param in sizes.params] for sizes, _ in parts]
         num_in_place = sum(param.is_in_place for param in every) if len(parts) == 1 or reduces_in_place(forms) else 0
         num_collectives = num_in_place + (num_in_place < len(every))
         first = parts[0][0]
         self._send("reduce_scatter", first.num_shards, packed_bytes, num_collectives)
+        is_direct = all(sizes.is_lone and all(map(_fits, trained)) for sizes, trained in parts)
+        if first.num_shards == 1 and not num_in_place:
+            # What is packed is what comes out.
+            packed_bytes = 0
+        if not is_direct:
+            self._add(PACKED, packed_bytes + reduced_bytes)
         if first.num_replicas > 1:
             self._send("all_reduce", first.num_replicas, 2 * reduced_bytes)
         for param in every:
             self._drop(UNSHARDED_GRADIENTS, param.whole_bytes * param.has_unsharded_gradient)
             self._drop(UNSHARDED_GRADIENTS, param.kept_bytes * param.has_kept_gradient)
             param.has_unsharded_gradient = param.has_kept_gradient = False
-        self._reducing.append(_Reduction(parts, packed_bytes, first.num_replicas > 1))
+        if is_direct:
+            packed_bytes = sum(param.gradient_bytes for param in every)
+            self._add(PACKED, packed_bytes)
+        self._reducing.append(_Reduction(parts, packed_bytes, first.num_replicas > 1, is_direct))
 
     def _finish(self, but_last_sum: bool, if_partial: bool, _: object) -> None:
         if if_partial:
@@ -290,16 +305,19 @@ class Rehearsal:
         while len(self._reducing) > goes_on:
             first = self._reducing.pop(0)
             for sizes, trained in reversed(first.parts):
-                self._finish_reduction(sizes, trained)
+                self._finish_reduction(sizes, trained, first)
             self._let_go_of_input(first)
 
     def _let_go_of_input(self, reduction: _Reduction) -> None:
         self._drop(PACKED, reduction.packed_bytes)
         reduction.packed_bytes = 0
 
-    def _finish_reduction(self, sizes: GroupSizes, trained: Sequence[ParamSizes]) -> None:
-        reduced_bytes = sum(param.reduced_bytes for param in trained)
+    def _finish_reduction(self, sizes: GroupSizes, trained: Sequence[ParamSizes], reduction: _Reduction) -> None:
         gradient_bytes = sum(param.gradient_bytes for param in trained)
+        if reduction.is_direct:
+            self._drop(PACKED, gradient_bytes)
+            reduction.packed_bytes -= gradient_bytes
+        reduced_bytes = 0 if reduction.is_direct else sum(param.reduced_bytes for param in trained)
         if reduced_bytes == gradient_bytes:
             self._drop(PACKED, reduced_bytes)
         self._add(REDUCED, gradient_bytes)
@@ -337,3 +355,8 @@ def _joint_bytes(groups: Sequence[GroupSizes]) -> int:
     that is aligned for every dtype."""
     step = 1 if len({group.gathered_as for group in groups}) == 1 else ALIGNMENT_BYTES
     return sum(-(-group.sent_bytes // step) * step for group in groups)
+
+
+def _fits(param: ParamSizes) -> bool:
+    """True if the gradient has the dtype of the parameter, and nothing to lose in that of its reduction."""
+    return param.whole_bytes == param.gradient_bytes <= param.kept_bytes and not param.has_kept_gradient

@@ -92,6 +92,11 @@ class GroupSizes:
     """Between forward and backward: the number of ranks that keep a part, and its bytes."""
     has_unreduced = False
 
+    @property
+    def is_lone(self) -> bool:
+        """True where a rank has nobody to reduce gradients with, and they stay on the device."""
+        return self.num_shards == self.num_replicas == 1 and not self.is_offloaded
+
 
 def sizes_of(group: Group) -> GroupSizes:
     """Returns the sizes behind a group of a rehearsal's machine."""
