@@ -17,6 +17,7 @@ PAGES = {
     "attention": "kernels.md",
     "checkpoint": "checkpoints.md",
     "collectives": "collectives.md",
+    "experts": "experts.md",
     "fsdp2": "fsdp2.md",
     "kernels": "kernels.md",
     "kernels_float8": "float8.md",
