@@ -7,8 +7,12 @@ products with an activation between; results are scattered back and added. Sourc
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.distributed
 import torch.nn.functional as F
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 _LINE = 8
 
@@ -48,3 +52,43 @@ def _pad(
     rows = torch.arange(len(routed), device=routed.device) + shift[experts.clamp(max=num_experts - 1)]
     padded = routed.new_zeros(len(routed) + num_experts * _LINE, routed.shape[1])
     return padded.index_copy(0, rows, routed), rows, ends
+
+
+def mixture_over(
+    x: torch.Tensor,
+    indices: torch.Tensor,
+    weights: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    group: Any,
+) -> torch.Tensor:
+    """As `mixture`, where each rank of torch's `group` has as many experts, and gate, up and down are its own.
+
+    Numbers of rows go first and are read by the host; rows go by an all-to-all of these sizes, and back.
+    """
+    num_ranks, num_local, k, dim = group.size(), len(gate), indices.shape[1], x.shape[1]
+    num_experts = num_ranks * num_local
+    counts = torch.histc(indices.view(-1).float(), bins=num_experts, min=0, max=num_experts).to(torch.int64)
+    order = torch.argsort(indices.view(-1), stable=True)
+    scores = weights.view(-1)[order]
+    tokens = (order // k)[:, None].expand(-1, dim)
+    routed = torch.gather(x, 0, tokens)
+    come = torch.empty_like(counts)
+    torch.distributed.all_to_all_single(come, counts, group=group)
+    sent = counts.view(num_ranks, -1).sum(1).tolist()
+    received = come.view(num_ranks, -1).sum(1).tolist()
+    rows = all_to_all_single_autograd(routed, received, sent, group)
+    # What comes lies by rank and then by expert.
+    owners = (
+        torch.arange(num_local, device=x.device).repeat(num_ranks).repeat_interleave(come, output_size=sum(received))
+    )
+    by_expert = torch.argsort(owners, stable=True)
+    padded, places, ends = _pad(rows[by_expert], come.view(num_ranks, -1).sum(0), num_local)
+    hidden = F.silu(F.grouped_mm(padded, gate.transpose(1, 2), offs=ends))
+    hidden = hidden * F.grouped_mm(padded, up.transpose(1, 2), offs=ends)
+    results = F.grouped_mm(hidden, down.transpose(1, 2), offs=ends)[places]
+    results = torch.empty_like(results).index_copy(0, by_expert, results)
+    home = all_to_all_single_autograd(results, sent, received, group)
+    home = (home.float() * scores[:, None]).to(x.dtype)
+    return torch.zeros_like(x).scatter_add(0, tokens, home)
