@@ -137,7 +137,7 @@ def test_a_module_keeps_its_name_and_what_its_forward_takes() -> None:
         shard_experts(model, ep_mesh())
         assert type(model).__name__ == "MixtureOfExperts"
         assert isinstance(model, MixtureOfExperts)
-        assert list(inspect.signature(model.forward).parameters) == ["x"]
+        assert list(inspect.signature(model.forward).parameters) == ["x", "mask"]
 
     run_threads(2, body)
 

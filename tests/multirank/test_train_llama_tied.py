@@ -85,13 +85,13 @@ def test_a_save_goes_on_with_and_without_a_pipeline(
 @on_ranks(2)
 def test_both_ends_have_the_matrix_under_both_names() -> None:
     config = LlamaConfig(dim=32, num_layers=4, num_heads=4, num_kv_heads=4, hidden_size=64, is_tied=True)
-    names = ("pp", "replicate", "dp", "tp")
-    mesh = disttrain.init_device_mesh("cpu", (2, 1, 1, 1), mesh_dim_names=names)
+    names = ("pp", "replicate", "dp", "ep", "tp")
+    mesh = disttrain.init_device_mesh("cpu", (2, 1, 1, 1, 1), mesh_dim_names=names)
     model = place(config, mesh, make_schedule("1F1B", 2, 2), Ways("fp64"), length=16, seed=3).model
     assert model.get_parameter("embedding.weight") is model.get_parameter("head.weight")
     alone = place(
         config,
-        disttrain.init_device_mesh("cpu", (1, 1, 2, 1), mesh_dim_names=names),
+        disttrain.init_device_mesh("cpu", (1, 1, 2, 1, 1), mesh_dim_names=names),
         None,
         Ways("fp64"),
         length=16,
