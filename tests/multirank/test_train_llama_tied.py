@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from llama.config import LlamaConfig
+from llama.meshes import MeshPlan, make_mesh
 from llama.parallel import Ways, place
 
-import disttrain
 from disttrain.pipelining import make_schedule
 from disttrain.testing import RankPool
 from disttrain.testing.pytest_plugin import on_ranks
@@ -85,13 +85,12 @@ def test_a_save_goes_on_with_and_without_a_pipeline(
 @on_ranks(2)
 def test_both_ends_have_the_matrix_under_both_names() -> None:
     config = LlamaConfig(dim=32, num_layers=4, num_heads=4, num_kv_heads=4, hidden_size=64, is_tied=True)
-    names = ("pp", "replicate", "dp", "ep", "tp")
-    mesh = disttrain.init_device_mesh("cpu", (2, 1, 1, 1, 1), mesh_dim_names=names)
+    mesh = make_mesh(MeshPlan(pp=2), torch.device("cpu"))
     model = place(config, mesh, make_schedule("1F1B", 2, 2), Ways("fp64"), length=16, seed=3).model
     assert model.get_parameter("embedding.weight") is model.get_parameter("head.weight")
     alone = place(
         config,
-        disttrain.init_device_mesh("cpu", (1, 1, 2, 1, 1), mesh_dim_names=names),
+        make_mesh(MeshPlan(dp=2), torch.device("cpu")),
         None,
         Ways("fp64"),
         length=16,
