@@ -157,7 +157,7 @@ def told(arguments: list[list[str]]) -> list[object]:
     [
         (
             ("--batch", "3"),
-            "train_llama: 2 ranks along dp, ep and replicate, 1 microbatches each, cannot share --batch 3 evenly. Give a",
+            "train_llama: 2 ranks along dp, ep and replicate, 1 microbatches each, cannot share --batch 3 evenly.",
         ),
         (
             ("--data", "."),
