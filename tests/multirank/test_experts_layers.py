@@ -131,6 +131,25 @@ def test_blocks_of_transformers_have_the_gradients_of_one_process(size: int, nam
     run_threads(size, body)
 
 
+def test_a_rank_without_experts_under_autocast() -> None:
+    alone = Experts(4, HIDDEN, INTER)
+
+    def body() -> None:
+        layer, reference = shard_experts(copy.deepcopy(alone), ep_mesh()), copy.deepcopy(alone)
+        x, indices, weights = tokens(disttrain.get_rank(), 5, 2, 4)
+        outs, grads = [], []
+        for module in (layer, reference):
+            given = x.float().requires_grad_()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                outs.append(module(given, indices, weights.float()))
+            outs[-1].float().sum().backward()
+            grads.append(given.grad)
+        torch.testing.assert_close(outs[0], outs[1], rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(grads[0], grads[1], rtol=2e-2, atol=2e-2)
+
+    run_threads(3, body)
+
+
 def test_a_module_keeps_its_name_and_what_its_forward_takes() -> None:
     def body() -> None:
         model = mixture()
