@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
 
+from disttrain.autocast import is_within_autocast
 from disttrain.dtensor import DTensor, Partial, Placement
 from disttrain.experts.exchange.base import Exchange
 from disttrain.experts.exchange.dispatch import Sending, begin_dispatch, check_arguments, combine, ordered
@@ -53,6 +54,10 @@ class ExpertLayer(nn.Module):
 
     def keep_part(self, mesh: DeviceMesh, src_data_rank: int | None) -> None:
         """Drop the other ranks' experts of those that are tensors of their own. Collective: every rank of the axis."""
+
+    def trains_elsewhere(self) -> bool:
+        """True if experts of other ranks are trained, whatever those of this one are."""
+        return False
 
     def compute(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """This rank's experts on rows that are sorted by them."""
@@ -110,8 +115,20 @@ class ExpertLayer(nn.Module):
         dispatched = sending.arrived()
         self.num_dropped = dispatched.num_dropped
         assert sending.weights is not None
-        sums = combine(self.compute(dispatched.rows, dispatched.ends), dispatched, sending.weights)
+        rows = self.compute(dispatched.rows, dispatched.ends)
+        if torch.is_grad_enabled() and not rows.requires_grad and self.trains_elsewhere():
+            # The others send this rank gradients in backward, and wait for its own.
+            rows = rows.detach().requires_grad_()
+        sums = combine(rows, dispatched, sending.weights)
         return sums if self.hidden_cut is None else self.hidden_cut.leaving(sums)
+
+
+def without_experts(rows: torch.Tensor, parts: Iterable[torch.Tensor | None] = ()) -> torch.Tensor:
+    """The results of a rank that has no experts, and so no rows: of the dtype that those of other ranks have, and with
+    a backward, in which ranks exchange rows, through its empty parts of experts' parameters."""
+    if is_within_autocast(rows.device) and rows.dtype != torch.float64:
+        rows = rows.to(torch.get_autocast_dtype(rows.device.type))
+    return rows + sum((part.sum() for part in parts if part is not None), rows.new_zeros(()))
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:

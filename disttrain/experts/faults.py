@@ -52,6 +52,8 @@ class _Telling(nn.Module):
 
 
 _TOLD_GROUPS: Final = "_told_groups"
+_STOP: Final = "_StopRecomputationError"
+"""By which an activation checkpoint of torch leaves a forward early that it computes again; this rank goes on."""
 
 
 @functools.cache
@@ -64,8 +66,9 @@ def _telling(classes: tuple[type[nn.Module]]) -> type[nn.Module]:
         try:
             return as_ever(self, *args, **kwargs)
         except Exception as error:
-            for group in self._told_groups:
-                tell_of(error, group)
+            if type(error).__name__ != _STOP:
+                for group in self._told_groups:
+                    tell_of(error, group)
             raise
 
     # Under the name that it has: reprs and policies go by that.

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from disttrain.dtensor import Placement, Replicate, Shard, StridedShard
-from disttrain.experts.expert_layer import ExpertLayer, local_part, local_share
+from disttrain.experts.expert_layer import ExpertLayer, local_part, local_share, without_experts
 from disttrain.experts.graphs import out_of_graphs
 from disttrain.experts.hidden_cut import hidden_placements
 from disttrain.experts.routing.router import Router
@@ -109,9 +109,7 @@ class Experts(ExpertLayer):
         """This rank's experts on rows that are sorted by them."""
         gate_up, down, gate_up_bias, down_bias = self._parts()
         if not len(ends):
-            # A rank without experts has a backward all the same: the others exchange rows with it.
-            used = (part.sum() for part in (gate_up, down, gate_up_bias, down_bias) if part is not None)
-            return rows + sum(used)
+            return without_experts(rows, (gate_up, down, gate_up_bias, down_bias))
         return expert_mlp(rows, ends, gate_up, down, self.form, gate_up_bias=gate_up_bias, down_bias=down_bias)
 
     def mix_here(self, x: torch.Tensor, order: ExpertOrder, weights: torch.Tensor) -> torch.Tensor:

@@ -227,3 +227,20 @@ def load_whole() -> None:
 def test_a_divided_list_takes_its_own_of_a_whole_state_dict() -> None:
     """Six experts on four ranks: the last has none."""
     run_threads(4, load_whole)
+
+
+def test_experts_that_are_trained_on_one_rank_alone() -> None:
+    """Tokens without a gradient, and a rank whose experts are frozen: it takes part in the others' backward."""
+
+    def body() -> None:
+        rank = disttrain.get_rank()
+        model = block("loop_over_hits").eval()
+        for expert in [*model.experts][: -(-len(model.experts) // 2)]:
+            expert.requires_grad_(False)
+        model = divided(model, 2)
+        x = torch.randn(1, 6, D, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+        out = model(x)
+        (out[0] if isinstance(out, tuple) else out).sum().backward()
+        assert any(parameter.grad is not None for parameter in model.experts.parameters()) == (rank == 1)
+
+    run_threads(2, body)

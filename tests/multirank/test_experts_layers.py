@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import disttrain
 from disttrain.errors import CollectiveMismatchError, MeshError, ShapeError, ShardingError
-from disttrain.experts import Experts, MixtureOfExperts, combine, dispatch, shard_experts
+from disttrain.experts import Experts, MixtureOfExperts, combine, dispatch, faults, shard_experts
 from disttrain.mesh import DeviceMesh
 from disttrain.testing import run_threads
 from disttrain.testing.pytest_plugin import on_ranks
@@ -129,6 +129,37 @@ def test_blocks_of_transformers_have_the_gradients_of_one_process(size: int, nam
         assert not wanted
 
     run_threads(size, body)
+
+
+def test_the_end_of_a_recomputation_is_no_error_to_tell_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Exception] = []
+    monkeypatch.setattr(faults, "tell_of", lambda error, group: told.append(error))
+
+    def body() -> None:
+        model = shard_experts(Model(checkpointed=False), ep_mesh())
+        model(torch.randn(3, HIDDEN, dtype=torch.float64)).sum().backward()
+
+    run_threads(2, body)
+    assert not told
+
+
+def test_a_rank_without_experts_under_autocast() -> None:
+    alone = Experts(4, HIDDEN, INTER)
+
+    def body() -> None:
+        layer, reference = shard_experts(copy.deepcopy(alone), ep_mesh()), copy.deepcopy(alone)
+        x, indices, weights = tokens(disttrain.get_rank(), 5, 2, 4)
+        outs, grads = [], []
+        for module in (layer, reference):
+            given = x.float().requires_grad_()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                outs.append(module(given, indices, weights.float()))
+            outs[-1].float().sum().backward()
+            grads.append(given.grad)
+        torch.testing.assert_close(outs[0], outs[1], rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(grads[0], grads[1], rtol=2e-2, atol=2e-2)
+
+    run_threads(3, body)
 
 
 def test_a_module_keeps_its_name_and_what_its_forward_takes() -> None:

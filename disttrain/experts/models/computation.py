@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from disttrain.experts.expert_layer import without_experts
 from disttrain.kernels.grouped.form import GatedForm
 from disttrain.kernels.grouped.products import GateUp, expert_mlp, grouped_linear, mix_experts
 from disttrain.kernels.grouped.rows import ExpertOrder, combine_rows, take_rows
@@ -55,8 +56,8 @@ class Computation:
         Args: module  has the functions and norms that are named here.
         """
         if not len(ends):
-            # A rank without experts has a backward all the same: the others exchange rows with it.
-            return rows + sum((part.sum() for part in stacks.tensors()), rows.new_zeros(()))
+            out = without_experts(rows, stacks.tensors())
+            return named(module, self.norm)(out) if self.norm else out
         into, bias = self._into(stacks)
         if self.gated is not None:
             out = expert_mlp(rows, ends, into, stacks.down, self.gated, gate_up_bias=bias, down_bias=stacks.down_bias)

@@ -12,7 +12,7 @@ from torch import nn
 
 from disttrain.errors import ShardingError
 from disttrain.experts.exchange.plan import ExpertCut
-from disttrain.experts.expert_layer import ExpertLayer, local_part
+from disttrain.experts.expert_layer import ExpertLayer, local_part, without_experts
 from disttrain.experts.models.computation import Assumed, Computation, Stacks, named
 from disttrain.experts.models.stacking import lie_evenly, stacked
 from disttrain.kernels._torch import has_hooks
@@ -114,17 +114,21 @@ class ListedExperts(ExpertLayer):
                     if value.device.type != "meta":
                         broadcast(value.data, group=group, group_src=src_data_rank)
             if index not in mine:
-                self[index] = AbsentExpert(index)  # type: ignore[operator]
+                self[index] = AbsentExpert(index, any(one.requires_grad for one in expert.parameters()))  # type: ignore[operator]
                 continue
             for part in expert.modules():
                 # `fully_shard` asks for it: these parameters are no DTensors, and other ranks have others.
                 part.divided_along = mesh
 
+    def trains_elsewhere(self) -> bool:
+        """True if an expert of another rank had parameters to train when the list was divided."""
+        return any(isinstance(one, AbsentExpert) and one.is_trained for one in self)  # type: ignore[attr-defined]
+
     def compute(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """This rank's experts on rows that are sorted by them; one after the other where one is not as it was."""
         experts: list[Any] = [one for one in self if not isinstance(one, AbsentExpert)]  # type: ignore[attr-defined]
         if not experts:
-            return rows * 1
+            return without_experts(rows)
         if all(self._is_plain(expert) for expert in experts):
             return self._how.outputs(experts[0], rows, ends, self._weights.stacks(experts))
         sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
@@ -148,9 +152,10 @@ class ListedExperts(ExpertLayer):
 class AbsentExpert(nn.Module):
     """The place of an expert that another rank has. It has no parameters, and takes none from a state dict."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, is_trained: bool) -> None:
         super().__init__()
         self.index = index
+        self.is_trained = is_trained
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise: tokens go to the rank of their expert by the list's own forward."""
