@@ -41,8 +41,10 @@ def make_model(name: str) -> nn.Module:
         config = hf.GPT2Config(vocab_size=VOCAB, n_positions=16, n_embd=4 * HEAD_DIM, n_layer=2, n_head=4, **dropout)
         return hf.GPT2LMHeadModel(config).double()
     if name == "gpt_oss":
-        sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2}
-        config = hf.GptOssConfig(vocab_size=VOCAB, hidden_size=12, head_dim=4, intermediate_size=6, **sizes)
+        sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+        config = hf.GptOssConfig(
+            vocab_size=VOCAB, hidden_size=12, head_dim=4, intermediate_size=6, num_local_experts=3, **sizes
+        )
         model = hf.GptOssForCausalLM(config).double()
         model.set_experts_implementation("eager")  # the other way knows no fp64
         return model
