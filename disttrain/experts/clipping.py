@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ _OPERATION = "experts.clip_grad_norm_"
 
 
 def clip_grad_norm_(
-    module: nn.Module,
+    module: Any,
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -62,5 +63,6 @@ def clip_grad_norm_(
 def _norm(parameters: Iterable[nn.Parameter], norm_type: float, foreach: bool | None) -> torch.Tensor:
     # torch knows no largest element of nothing.
     grads = [one.grad for one in parameters if one.grad is not None and one.grad.numel()]
-    norm = get_total_norm(grads, norm_type, foreach=foreach)
-    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).double()
+    norm: torch.Tensor = get_total_norm(grads, norm_type, foreach=foreach)
+    whole: torch.Tensor = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return whole.double()

@@ -122,7 +122,7 @@ class ListedExperts(ExpertLayer):
                 # `fully_shard` asks for it: these parameters are no DTensors, and other ranks have others.
                 part.divided_along = mesh
                 for parameter in part.parameters(recurse=False):
-                    parameter.divided_along = mesh  # type: ignore[attr-defined]  # optimizers ask for it
+                    parameter.divided_along = mesh  # optimizers ask for it
 
     def compute(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """This rank's experts on rows that are sorted by them; one after the other where one is not as it was."""
