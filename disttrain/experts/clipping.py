@@ -50,7 +50,7 @@ def clip_grad_norm_(
         own = _norm((one for one in parameters if one in those), norm_type, foreach)
         norms.append(norm_over_ranks(own.to(mesh.device_type), norm_type, mesh.get_group()))
     device = norms[-1].device
-    total = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
     if error_if_nonfinite and not total.isfinite():
         problem = f"the norm of order {norm_type} of the gradients is {total.item()}."
         raise ShardingError(_OPERATION, problem, "Find the gradient that is not finite, or let error_if_nonfinite be.")

@@ -19,8 +19,11 @@ from tests.cases.expert_blocks import BLOCKS
 
 def with_gradients(num_ranks: int) -> tuple[nn.Module, nn.Module]:
     """A block divided among ranks, and the same alone; some experts have no gradient, and some ranks no expert."""
-    torch.manual_seed(0)
     alone: nn.Module = BLOCKS["list_with_forward"]().double()
+    generator = torch.Generator().manual_seed(0)  # ranks are threads, which share torch's own
+    with torch.no_grad():
+        for parameter in alone.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
     model = copy.deepcopy(alone)
     use_experts(model, report=lambda _: None)
     mesh = disttrain.init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("ep",))
