@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from disttrain.experts.clipping import clip_grad_norm_
 from disttrain.experts.exchange.dispatch import Dispatched, combine, dispatch
 from disttrain.experts.layer import Experts, MixtureOfExperts
 from disttrain.experts.models.pretrained import pretrained_state_dict
@@ -33,6 +34,7 @@ __all__ = [
     "Taken",
     "balance_loss",
     "choose",
+    "clip_grad_norm_",
     "combine",
     "dispatch",
     "expert_numbers",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from disttrain.lazy_names import answering
 from disttrain.tp.attributes import DivideAttributes
 from disttrain.tp.ddp import _pre_dp_module_transform as _pre_dp_module_transform
+from disttrain.tp.heads import HeadParallel
 from disttrain.tp.layers.sequence import SequenceParallel
 from disttrain.tp.loss.context import loss_parallel
 from disttrain.tp.loss.vocab_parallel import vocab_parallel_cross_entropy
@@ -19,6 +20,7 @@ from disttrain.tp.styles import ColwiseParallel, ParallelStyle, RowwiseParallel
 __all__ = [
     "ColwiseParallel",
     "DivideAttributes",
+    "HeadParallel",
     "ParallelPlan",
     "ParallelStyle",
     "PrepareModuleInput",

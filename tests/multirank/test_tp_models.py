@@ -40,6 +40,20 @@ def make_model(name: str) -> nn.Module:
         dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         config = hf.GPT2Config(vocab_size=VOCAB, n_positions=16, n_embd=4 * HEAD_DIM, n_layer=2, n_head=4, **dropout)
         return hf.GPT2LMHeadModel(config).double()
+    if name == "gpt_oss":
+        sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+        config = hf.GptOssConfig(
+            vocab_size=VOCAB, hidden_size=12, head_dim=4, intermediate_size=6, num_local_experts=3, **sizes
+        )
+        model = hf.GptOssForCausalLM(config).double()
+        model.set_experts_implementation("eager")  # the other way knows no fp64
+        return model
+    if name == "t5":
+        config = hf.T5Config(
+            vocab_size=VOCAB, d_model=12, d_kv=4, d_ff=18, num_layers=2, num_heads=4, dropout_rate=0.0,
+            decoder_start_token_id=0,
+        )  # fmt: skip
+        return hf.T5ForConditionalGeneration(config).double()
     num_kv_heads = 1 if name == "llama of one kv head" else 2
     config = hf.LlamaConfig(
         vocab_size=VOCAB, hidden_size=4 * HEAD_DIM, num_hidden_layers=2, num_attention_heads=4,
@@ -145,7 +159,7 @@ def test_it_trains_as_in_one_process(name: str, sequence: bool) -> None:
     assert_trains_alike(cut_model(name, mesh, sequence=sequence), make_model(name), slice(None))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_oss", "t5"])
 @on_ranks(2)
 def test_the_proposed_plan_trains_as_one_process(name: str) -> None:
     mesh = disttrain.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import disttrain
@@ -11,7 +12,7 @@ from disttrain.dtensor import CommDebugMode, Replicate, Shard
 from disttrain.errors import ShardingError
 from disttrain.testing import run_threads
 from disttrain.tp import ColwiseParallel, ParallelPlan, RowwiseParallel, parallelize_module, plan_for
-from tests.cases.tensor_parallel import Decoder, same_as_alone
+from tests.cases.tensor_parallel import Attention, Block, Decoder, same_as_alone
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
@@ -160,3 +161,62 @@ def test_attention_and_mlp_in_one_module_are_not_taken_for_one_of_them(sizes: di
 
     with pytest.raises(ShardingError, match=r"Flat holds .*, down, which are those of an attention and an MLP in one"):
         plan_for(nn.Sequential(Flat()), head_dim=4)
+
+
+class HeadNorm(nn.RMSNorm):
+    """Over the dims of a head, with weights of each head."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, x.shape[-1:]) * self.weight
+
+
+class OfItsHeads(Attention):
+    """With numbers of each head, of heads of keys and values, of each head's dims, and of all heads alike."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim, num_heads=4, num_kv_heads=2)
+        self.scale = nn.Parameter(torch.randn(4))
+        self.key_scale = nn.Parameter(torch.randn(2, 1))
+        self.value_shift = nn.Parameter(torch.randn(2, self.head_dim))
+        self.norm = HeadNorm((4, self.head_dim))
+        self.register_buffer("slopes", torch.rand(4, 1, 1), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.query, self.key, self.value))
+        q, k, v = self.norm(q) * self.scale[:, None], k * self.key_scale, v + self.value_shift
+        k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k, v))
+        distance = torch.arange(x.shape[1], dtype=x.dtype)
+        y = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), attn_mask=self.slopes * distance)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class BlockOfHeads(Block):
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self.attention = OfItsHeads(dim)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_what_an_attention_holds_for_its_heads_is_cut_with_them(num_ranks: int, sequence: bool) -> None:
+    def make() -> nn.Module:
+        return Decoder(block=BlockOfHeads)
+
+    plan = lambda: plan_for(make(), sequence_parallel=sequence)  # noqa: E731
+    same_as_alone(make, plan, torch.randint(0, 16, (2, 8)), num_ranks)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "problem"),
+    [
+        ("gain", nn.Parameter(torch.ones(())), "does not say how it lies over 4 heads"),
+        ("gain", nn.Parameter(torch.ones(8)), "does not say how it lies over 4 heads"),
+        ("q_norm", nn.RMSNorm(8), "a norm over all heads at once"),
+        ("slopes", nn.Buffer(torch.ones(4)), "which is saved"),
+    ],
+)
+def test_what_does_not_say_how_it_lies_over_heads_is_refused(name: str, part: nn.Module, problem: str) -> None:
+    model = Decoder()
+    setattr(model.blocks[0].attention, name, part)
+    with pytest.raises(ShardingError, match=problem):
+        plan_for(model)

@@ -106,6 +106,8 @@ class ListedExperts(ExpertLayer):
 
     def keep_part(self, mesh: DeviceMesh, src_data_rank: int | None) -> None:
         """Put an `AbsentExpert` in the place of each expert of another rank, so that names stay."""
+        # Norms of gradients ask for it, on ranks without experts too.
+        self.divided_along = mesh
         mine = ExpertCut(self.count_experts(), mesh.size()).experts_of(mesh.get_local_rank())
         for index, expert in enumerate(list(self)):  # type: ignore[call-overload]
             if src_data_rank is not None and mesh.size() > 1:
@@ -119,6 +121,8 @@ class ListedExperts(ExpertLayer):
             for part in expert.modules():
                 # `fully_shard` asks for it: these parameters are no DTensors, and other ranks have others.
                 part.divided_along = mesh
+                for parameter in part.parameters(recurse=False):
+                    parameter.divided_along = mesh  # optimizers ask for it
 
     def trains_elsewhere(self) -> bool:
         """True if an expert of another rank had parameters to train when the list was divided."""

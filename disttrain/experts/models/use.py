@@ -52,7 +52,8 @@ def use_experts(model: nn.Module, report: Callable[[str], None] = write) -> Adop
     as it did before.
 
     Of a list that is divided, a rank keeps its own experts alone, under their names: saves have all ranks', and each
-    rank loads its own. Norms of all gradients and `StateDictOptions(full_state_dict=True)` know this rank's only.
+    rank loads its own. `experts.clip_grad_norm_(model, ...)` takes the norm of all; torch's and
+    `StateDictOptions(full_state_dict=True)` know this rank's only, and our optimizers' `max_norm` refuses them.
 
     Call it before `shard_experts`, which then has the model's experts divided among ranks, and before `fully_shard`.
 

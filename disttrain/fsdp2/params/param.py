@@ -78,6 +78,9 @@ class ShardedParam:
         local = whole.narrow(dim, first_row, rows)
         self.sharded = nn.Parameter(DTensor(local, self.spec), requires_grad=parameter.requires_grad)
         self.sharded.__dict__[_SHARD_OF] = id(self)
+        if (axis := divided_along(owners)) is not None:
+            # Optimizers ask for it.
+            self.sharded.__dict__["divided_along"] = axis
         move_hooks(parameter, self.sharded)
         self._shard_view: torch.Tensor | None = None
         self._view_of: tuple[tuple[int, ...], tuple[int, ...]] | None = None

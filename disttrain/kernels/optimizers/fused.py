@@ -193,7 +193,10 @@ class FusedOptimizer(Optimizer):
         raise NotImplementedError
 
     def _scale(self, grad_scale: torch.Tensor | None) -> torch.Tensor | None:
-        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        if self.max_norm is not None:
+            self._check_all_are_counted(parameters)
+        grads = [p.grad for p in parameters if p.grad is not None]
         if self.max_norm is None or not grads:
             return None if grad_scale is None else grad_scale.float()
         norm = total_norm(grads)
@@ -201,6 +204,17 @@ class FusedOptimizer(Optimizer):
             norm = norm * grad_scale.abs()
         clipped = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
         return (clipped if grad_scale is None else clipped * grad_scale).float()
+
+    def _check_all_are_counted(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Raise for parameters in whose place other ranks have others, as experts of a ModuleList: each rank would clip
+        by a norm of its own."""
+        divided = next((axis for p in parameters if (axis := getattr(p, "divided_along", None)) is not None), None)
+        if divided is not None and divided.size() > 1:
+            raise ShapeError(
+                type(self).__name__,
+                f"max_norm={self.max_norm} is given for experts in a ModuleList, of which each rank has its own alone.",
+                "Leave max_norm out, and call disttrain.experts.clip_grad_norm_(model, max_norm) before each step.",
+            )
 
     def begin_step(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """The state of a parameter, completed: all at first, later what another optimizer's state has not, or new

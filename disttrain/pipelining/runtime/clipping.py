@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -12,8 +11,9 @@ from disttrain.arguments import arguments_of
 from disttrain.dtensor import DTensor
 from disttrain.errors import ScheduleError
 from disttrain.pipelining.runtime.schedule_runtime import PipelineSchedule
-from disttrain.process_group import ProcessGroup, ReduceOp, all_reduce
+from disttrain.process_group import ProcessGroup
 from disttrain.process_group.current import resolve_group
+from disttrain.process_group.norms import norm_over_ranks
 
 _OPERATION = "pipelining.clip_grad_norm_"
 
@@ -62,7 +62,7 @@ def clip_grad_norm_(
     norm = get_total_norm(grads, norm_type, foreach=foreach)
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
-    total = _over_ranks(norm.to(device, torch.float64), norm_type, group)
+    total = norm_over_ranks(norm.to(device, torch.float64), norm_type, group)
     if error_if_nonfinite and not total.isfinite():
         raise ScheduleError(
             _OPERATION,
@@ -74,16 +74,3 @@ def clip_grad_norm_(
     total = total.to(torch.float64 if is_double else torch.float32)
     clip_grads_with_norm_(tensors, max_norm, total, foreach=foreach)
     return total
-
-
-def _over_ranks(norm: torch.Tensor, norm_type: float, group: ProcessGroup) -> torch.Tensor:
-    """The norm of all ranks' gradients, of each rank's."""
-    if math.isinf(norm_type):
-        # Whether a maximum passes NaN on is each transport's own affair.
-        is_nan = norm.isnan()
-        both = torch.stack([norm.masked_fill(is_nan, 0), is_nan.to(norm.dtype)])
-        all_reduce(both, ReduceOp.MAX, group)
-        return both[0].masked_fill(both[1] > 0, math.nan)
-    power = norm**norm_type
-    all_reduce(power, ReduceOp.SUM, group)
-    return power ** (1 / norm_type)

@@ -5,8 +5,9 @@ A module whose own linear layers first widen and then bring back the hidden size
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,9 +17,11 @@ from torch import nn
 from disttrain.dtensor import Replicate, Shard
 from disttrain.errors import ShardingError
 from disttrain.tp.attributes import DivideAttributes
+from disttrain.tp.heads import Together
 from disttrain.tp.layers.linears import Matrix, matrix_of
 from disttrain.tp.layers.sequence import SequenceParallel
 from disttrain.tp.modules import check_module
+from disttrain.tp.planning.heads import Heads, has_embedding_of_heads
 from disttrain.tp.planning.table import Entry, ParallelPlan
 from disttrain.tp.prepare import PrepareModuleInput
 from disttrain.tp.replicated import ReplicatedParallel
@@ -55,7 +58,8 @@ def plan_for(
     cuts_sequence = not is_foreign if sequence_parallel is None else sequence_parallel
     dim = _hidden_size(model)
     entries: list[Entry] = []
-    inside: set[str] = set()
+    inside: dict[str, Heads | None] = {}
+    counting: set[type[nn.Module]] = set()
     of_experts = {name for name, module in model.named_modules() if _is_of_experts(model, name, module, dim)}
     for name, module in model.named_modules():
         if name in of_experts:
@@ -64,12 +68,16 @@ def plan_for(
             continue
         pair = _pair_of(module, dim)
         if pair is not None:
-            entries += _cut_pair(name, module, pair, cuts_sequence, head_dim or _head_dim(model))
-            inside.add(name)
+            heads = _heads_of(name, module, pair, head_dim or _head_dim(model)) if pair.is_attention else None
+            if heads is not None and has_embedding_of_heads(module, heads.num):
+                counting.add(type(module))
+            entries += _cut_pair(name, module, pair, cuts_sequence, heads, counts=type(module) in counting)
+            inside[name] = heads
         elif _is_inside(name, inside):
-            if _is_norm(module):
-                # Of single heads, such as those of queries and keys: each rank has its own heads.
-                entries.append(Entry(name, SequenceParallel(use_local_output=True), module, dim))
+            heads = inside[next(owner for owner in inside if _is_inside(name, {owner}))]
+            style = _style_inside(name, module, heads)
+            if style is not None:
+                entries.append(Entry(name, style, module, dim))
         elif isinstance(module, nn.Embedding):
             output = Shard(1) if cuts_sequence else Replicate()
             entries.append(Entry(name, RowwiseParallel(output_layouts=output), module, dim))
@@ -77,7 +85,7 @@ def plan_for(
             entries.append(Entry(name, SequenceParallel(use_local_output=True), module, dim))
         elif matrix_of(module) is not None and not _has_owner(name, model, dim):
             entries.append(Entry(name, _head_style(cuts_sequence, loss_parallel), module, dim))
-    if not inside | of_experts:
+    if not (inside or of_experts):
         raise ShardingError(
             "plan_for",
             f"{type(model).__name__} has no module whose own linear layers widen the hidden size and bring it back.",
@@ -143,26 +151,52 @@ def _are_of_two(widths: list[int], inner_size: int) -> bool:
     return len(widths) > 4 or (len(widths) > 1 and widths[-1] != inner_size)
 
 
-def _cut_pair(name: str, module: nn.Module, pair: _Pair, cuts_sequence: bool, head_dim: int | None) -> list[Entry]:
-    own_head_dim = None
-    if pair.is_attention:
-        own_head_dim = _head_dim(module) or head_dim
-        if own_head_dim is None:
-            raise ShardingError(
-                "plan_for",
-                f"{name} looks like an attention, and neither it nor the model's config says its head_dim.",
-                "Give plan_for(head_dim=...).",
-            )
+def _heads_of(name: str, module: nn.Module, pair: _Pair, head_dim: int | None) -> Heads:
+    own_head_dim = _head_dim(module) or head_dim
+    if own_head_dim is None:
+        raise ShardingError(
+            "plan_for",
+            f"{name} looks like an attention, and neither it nor the model's config says its head_dim.",
+            "Give plan_for(head_dim=...).",
+        )
+    sizes = {
+        part: _sizes(layer, matrix_of(layer))
+        for part, layer in module.named_children()
+        if part in (*pair.columns, pair.row)
+    }
+    widths = [sizes[column][1] // pair.num_blocks // own_head_dim for column in pair.columns]
+    return Heads(max(widths), min(widths), own_head_dim, sizes[pair.row][1])
+
+
+def _style_inside(name: str, module: nn.Module, heads: Heads | None) -> ParallelStyle | None:
+    """The style of what lies in an attention or an MLP beside its linear layers."""
+    if _is_norm(module) and not (heads is not None and heads.check_norm(name, module)):
+        # Of single heads, such as those of queries and keys: each rank has its own heads.
+        return SequenceParallel(use_local_output=True)
+    return None if heads is None else heads.of_part(name, module)
+
+
+def _cut_pair(
+    name: str, module: nn.Module, pair: _Pair, cuts_sequence: bool, heads: Heads | None, *, counts: bool
+) -> list[Entry]:
+    """`counts`: the module's forward takes the number of its heads from an attribute."""
+    own_head_dim = None if heads is None else heads.head_dim
     prefix = f"{name}." if name else ""
     dim = _sizes(module.get_submodule(pair.row), matrix_of(module.get_submodule(pair.row)))[1]
-    entries = []
+    styles: list[ParallelStyle] = []
     if cuts_sequence:
-        prepare = PrepareModuleInput(
-            input_layouts=Shard(1), desired_input_layouts=Replicate(), shared_by=list(pair.columns)
+        styles.append(
+            PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate(), shared_by=list(pair.columns))
         )
-        entries.append(Entry(name, prepare, module, dim))
-    elif pair.is_attention and getattr(module, "split_size", None) == dim:
-        entries.append(Entry(name, DivideAttributes("split_size"), module, dim))
+    elif heads is not None and getattr(module, "split_size", None) == dim:
+        styles.append(DivideAttributes("split_size"))
+    if heads is not None:
+        styles += heads.own_styles(name, module)
+        if counts and (counted := heads.counted(module)) is not None:
+            styles.append(counted)
+    entries = []
+    if styles:
+        entries.append(Entry(name, styles[0] if len(styles) == 1 else Together(*styles), module, dim))
     for column in pair.columns:
         columns = ColwiseParallel(head_dim=own_head_dim, num_blocks=pair.num_blocks)
         entries.append(Entry(prefix + column, columns, module.get_submodule(column), dim, is_shared=cuts_sequence))
@@ -228,7 +262,7 @@ def _is_norm(module: nn.Module) -> bool:
     return type(module).__name__.endswith(_NORMS) and any(True for _ in module.parameters(recurse=False))
 
 
-def _is_inside(name: str, owners: set[str]) -> bool:
+def _is_inside(name: str, owners: Collection[str]) -> bool:
     parts = name.split(".")
     return any(".".join(parts[:length]) in owners for length in range(len(parts)))
 
@@ -241,14 +275,15 @@ def _has_owner(name: str, model: nn.Module, dim: int) -> bool:
 
 def _joined(entries: Sequence[Entry]) -> list[Entry]:
     """One entry for all repetitions of a block: numbers in their names become wildcards."""
-    joined: dict[str, Entry] = {}
+    alike: dict[str, list[Entry]] = {}
     for entry in entries:
         pattern = re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)", "*", entry.name)
-        first = joined.get(pattern)
-        if first is None:
-            joined[pattern] = entry.renamed(pattern)
-        elif repr(first.style) == repr(entry.style):
-            joined[pattern] = first.counted()
+        alike.setdefault(pattern, []).append(entry)
+    joined: list[Entry] = []
+    for pattern, those in alike.items():
+        if len({repr(entry.style) for entry in those}) == 1:
+            joined.append(dataclasses.replace(those[0], name=pattern, count=len(those)))
         else:
-            joined[entry.name] = entry
-    return list(joined.values())
+            # The pattern would mean the others too.
+            joined += those
+    return joined

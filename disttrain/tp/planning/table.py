@@ -12,6 +12,7 @@ from torch import nn
 
 from disttrain.dtensor import Shard
 from disttrain.tp.attributes import DivideAttributes
+from disttrain.tp.heads import HeadParallel, Together
 from disttrain.tp.layers.linears import matrix_of
 from disttrain.tp.prepare import PrepareModuleInput
 from disttrain.tp.styles import ColwiseParallel, ParallelStyle, RowwiseParallel
@@ -28,12 +29,6 @@ class Entry:
     dim: int
     is_shared: bool = False
     count: int = 1
-
-    def renamed(self, name: str) -> Entry:
-        return dataclasses.replace(self, name=name)
-
-    def counted(self) -> Entry:
-        return dataclasses.replace(self, count=self.count + 1)
 
 
 class ParallelPlan(dict[str, ParallelStyle]):
@@ -91,6 +86,10 @@ class ParallelPlan(dict[str, ParallelStyle]):
         """
         share = (num_ranks - 1) / num_ranks * num_tokens * dtype.itemsize * entry.count
         style = entry.style
+        if isinstance(style, Together):
+            parts = [dataclasses.replace(entry, style=part) for part in style.styles]
+            sent = [self._sent(part, num_ranks, num_tokens, dtype) for part in parts]
+            return sum(forward for forward, _ in sent), sum(backward for _, backward in sent)
         if isinstance(style, PrepareModuleInput):
             return share * entry.dim, share * entry.dim
         if isinstance(style, RowwiseParallel):
@@ -116,6 +115,10 @@ def _num_outputs(module: nn.Module) -> int:
 
 def _described(style: ParallelStyle) -> str:
     """The style and what is not its default."""
+    if isinstance(style, Together):
+        return "; ".join(map(_described, style.styles))
+    if isinstance(style, HeadParallel):
+        return f"heads of {', '.join(style.dims)}"
     if isinstance(style, PrepareModuleInput):
         return f"input {style.input_layouts} -> {style.desired_input_layouts}"
     if isinstance(style, DivideAttributes):
