@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,6 +18,8 @@ from disttrain.tp.styles import ColwiseParallel, ParallelStyle
 
 _COUNTS: Final = ("n_heads", "num_heads", "num_attention_heads", "n_head")
 """Attributes by which an attention says how many heads it has."""
+_OF_PROJECTIONS: Final = re.compile(r"(^|_)(q|k|query|key)(_|norm|$)")
+"""Names of norms of queries and keys."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,9 @@ class Heads:
         weight: Any = getattr(module, "weight", None)
         if not isinstance(weight, torch.Tensor) or tuple(weight.shape) in ((self.head_dim,), ()):
             return False
-        if weight.ndim == 1 and weight.numel() in (self.num * self.head_dim, self.num_kv * self.head_dim):
+        # By name: a norm of what comes into the attention may be as wide.
+        is_wide = weight.ndim == 1 and weight.numel() in (self.num * self.head_dim, self.num_kv * self.head_dim)
+        if is_wide and _OF_PROJECTIONS.search(name.rpartition(".")[2]):
             raise _refusal(
                 f"{name} is a norm over all heads at once ({weight.numel()} numbers), of which a rank has some"
             )
