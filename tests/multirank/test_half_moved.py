@@ -159,3 +159,13 @@ def test_what_is_to_be_imported_is_there() -> None:
 
     for package, names in OURS.items():
         assert all(hasattr(importlib.import_module(package), name) for name in names), package
+
+
+@on_ranks(2)
+def test_a_description_of_a_mesh_that_a_script_makes_is_no_function_of_torchs() -> None:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+    mesh = disttrain.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    info = FSDPMeshInfo(mesh=mesh, shard_mesh_dim=0)
+    assert info.shard_mesh_size == 2
+    assert info.shard_process_group is mesh.get_group()

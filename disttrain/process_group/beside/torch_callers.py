@@ -41,8 +41,19 @@ def check_caller(what: str) -> None:
     """Raises HalfMovedError where a method of a mesh or placement, which `what` says, is called by a function of
     torch's. Calls of user code and of ours pass."""
     frame = sys._getframe(2)
-    if frame.f_globals.get("__name__", "").startswith(_TORCHS):
+    if frame.f_globals.get("__name__", "").startswith(_TORCHS) and not _is_description(frame):
         _refuse(frame, what)
+
+
+def _is_description(frame: FrameType) -> bool:
+    """True where user code makes a description of a mesh, such as an `FSDPMeshInfo` for `fully_shard`, which is a
+    dataclass of torch's and asks the mesh for what it holds."""
+    module, caller = frame.f_globals["__name__"], frame.f_back
+    if frame.f_code.co_name != "__post_init__":
+        return False
+    while caller is not None and caller.f_globals.get("__name__") == module:
+        caller = caller.f_back
+    return caller is not None and not caller.f_globals.get("__name__", "").startswith("torch.")
 
 
 def check_shower(what: str) -> None:
