@@ -167,9 +167,10 @@ class World:
         """The group of that name, as long as somebody holds it. Raises GroupError when there is none."""
         group = self._named.get(group_name)
         if group is None:
+            names = sorted(group.group_name for group in self._groups)
             raise GroupError(
                 operation,
-                f"there is no group {group_name!r} in this world; it has {', '.join(sorted(self._named))}.",
+                f"there is no group {group_name!r} in this world; it has {', '.join(names)}.",
                 "A compiled function, or a backward, belongs to the world it was made in: make it again.",
                 rank=self.rank,
             )

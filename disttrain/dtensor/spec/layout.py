@@ -286,7 +286,8 @@ _SPECS: WeakValueDictionary[tuple[Layout, tuple[int, ...], tuple[int, ...], torc
 
 def forget_plans() -> None:
     """Plan every call anew: what plans were made by has changed."""
-    for layout in list(_LAYOUTS.values()):
-        layout.plans.clear()
-    for spec in list(_SPECS.values()):
-        spec.plans.clear()
+    # By their references, which are listed in one step: other threads add to the tables meanwhile.
+    for references in (_LAYOUTS.valuerefs(), _SPECS.valuerefs()):
+        for reference in references:
+            if (planned := reference()) is not None:
+                planned.plans.clear()

@@ -73,8 +73,7 @@ class Descriptions:
         self.sites: dict[tuple[Any, ...], list[Site]] = {}
         self.world: World | None = None
         """The world whose groups are kept, also when no record is of them."""
-        self.listings: weakref.WeakSet[Any] = weakref.WeakSet()
-        """The recorded steps that may still be replayed, as `listing.Listing`: what their `numbers` name is kept."""
+        self._listings: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._ring = ring
         self._lock = threading.Lock()
         self._num_sites = 0
@@ -92,6 +91,16 @@ class Descriptions:
         with self._lock:
             self._lasting.append(entry)
             self._ring.describe(*entry)
+
+    @property
+    def listings(self) -> list[Any]:
+        """The recorded steps that may still be replayed, as `listing.Listing`: what their `numbers` name is kept."""
+        # By their references, which are listed in one step: the watchdog asks while another thread adds.
+        return [listing for each in self._listings.valuerefs() if (listing := each()) is not None]
+
+    def keep_for(self, listing: Any) -> None:
+        """Keep what this recorded step names, as long as it may be replayed."""
+        self._listings[id(listing)] = listing
 
     def failed(self, number: int, error: BaseException) -> None:
         """Say why record `number` has failed."""
@@ -197,7 +206,7 @@ class Descriptions:
         newest = next(self._next_number)
         numbers.update(range(newest - _NUM_UNDER_WAY, newest))
         described = self._described
-        for listing in list(self.listings):
+        for listing in self.listings:
             numbers.update(listing.numbers)
         parts = [entry for number, entry in described.items() if number in numbers and entry[0] == "part"]
         numbers.update(number for *_, calls in parts for _, *its in calls for number in its)

@@ -152,7 +152,7 @@ class Listing:
 
     def __enter__(self) -> Self:
         """From here on calls are listed."""
-        self._descriptions.listings.add(self)
+        self._descriptions.keep_for(self)
         self._recorder.current_listing = self
         return self
 

@@ -278,7 +278,7 @@ class FlightRecorder:
     @property
     def listings(self) -> list[Listing]:
         """The recorded steps that may be replayed."""
-        return list(self._descriptions.listings)
+        return self._descriptions.listings
 
     def begin_part(self, part: Part, replay: int, *, is_marked: bool) -> tuple[int, int]:
         """Record that a part of a recorded step is about to be replayed, as `begin` does. `is_marked`: on the device
