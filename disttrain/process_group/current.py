@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -257,6 +258,16 @@ def resolve_group(operation: str, group: object) -> ProcessGroup:
             rank=current_world(operation).rank,
         )
     return _known_to_torch(operation, group)
+
+
+def called_group(operation: str, group: object) -> ProcessGroup | None:
+    """As resolve_group; None, with a warning, on a rank that is not a member: its call does nothing, as torch's."""
+    if isinstance(group, NonGroupMember):
+        rank = current_world(operation).rank
+        reason = f"{operation} on rank {rank} does nothing: this rank is not a member of the group."
+        warnings.warn(reason, stacklevel=3)
+        return None
+    return resolve_group(operation, group)
 
 
 def _known_to_torch(operation: str, group: object) -> ProcessGroup:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -282,7 +284,6 @@ def test_each_mistake_gets_one_clear_error_and_nobody_waits() -> None:
         (GroupError, "group rank 3 is out of range", lambda: disttrain.broadcast(ones, group_src=3)),
         (GroupError, "exactly one", lambda: disttrain.broadcast(ones)),
         (ShapeError, "with itself", lambda: disttrain.send(ones, rank)),
-        (GroupError, "not a member", lambda: disttrain.barrier(group=NON_GROUP_MEMBER)),
         (GroupError, "out of range; the world has ranks 0 to 1", lambda: disttrain.new_group([0, 2])),
         (GroupError, "is a rank already", disttrain.init_process_group),
         (ShapeError, "AVG of bool has no meaning", lambda: disttrain.all_reduce(torch.ones(2).bool(), ReduceOp.AVG)),
@@ -297,6 +298,71 @@ def test_each_mistake_gets_one_clear_error_and_nobody_waits() -> None:
             attempt()
         assert f"[rank {rank}" in str(caught.value), str(caught.value)
     disttrain.barrier()
+
+
+@on_ranks(3)
+def test_a_call_on_a_group_without_this_rank_warns_and_does_nothing() -> None:
+    """As torch's: a script may call on all ranks what is for some."""
+    rank, _ = place()
+    group = disttrain.new_group([0, 2])
+    for call in calls_for(group):
+        tensor = torch.full((4,), float(rank))
+        if rank != 1:
+            call(tensor)
+            continue
+        with pytest.warns(UserWarning, match="on rank 1 does nothing: this rank is not a member") as caught:
+            assert call(tensor) in (None, -1)
+        assert [warning.filename for warning in caught] == [__file__]
+        assert tensor.tolist() == [1.0] * 4
+    if rank == 1:
+        with pytest.raises(GroupError, match="not a member"):
+            disttrain.get_group_rank(group, 0)
+    disttrain.barrier()
+
+
+def calls_for(group: Any) -> list[Callable[[torch.Tensor], object]]:
+    """A call of each kind, of a tensor of 4 elements, on a group of ranks 0 and 2."""
+    rank, _ = place()
+
+    def parts() -> list[torch.Tensor]:
+        return [torch.zeros(4), torch.zeros(4)]
+
+    def send_object(_: torch.Tensor) -> object:
+        if rank == 0:
+            return disttrain.send_object_list([1], dst=2, group=group)
+        return disttrain.recv_object_list([None], src=0, group=group)
+
+    def send(x: torch.Tensor) -> object:
+        return disttrain.send(x, 2, group) if rank == 0 else disttrain.recv(x, 0, group)
+
+    def isend(x: torch.Tensor) -> object:
+        work = disttrain.isend(x, 2, group) if rank == 0 else disttrain.irecv(x, 0, group)
+        return work and work.wait() and None
+
+    return [
+        lambda x: disttrain.all_reduce(x, group=group),
+        lambda x: disttrain.reduce(x, 0, group=group),
+        lambda x: disttrain.broadcast(x, 0, group=group),
+        lambda x: disttrain.all_gather_into_tensor(torch.zeros(8), x, group=group),
+        lambda x: disttrain.reduce_scatter_tensor(torch.zeros(2), x, group=group),
+        lambda x: disttrain.all_gather(parts(), x, group=group),
+        lambda x: disttrain.gather(x, parts() if rank == 0 else None, 0, group=group),
+        lambda x: disttrain.scatter(x, parts() if rank == 0 else None, 0, group=group),
+        lambda x: disttrain.reduce_scatter(x, parts(), group=group),
+        lambda x: disttrain.all_to_all(parts(), [x, x], group=group),
+        lambda x: disttrain.all_to_all_single(torch.zeros(4), x, group=group),
+        lambda x: disttrain.all_reduce_coalesced([x], group=group),
+        lambda x: disttrain.all_gather_coalesced([[part] for part in parts()], [x], group=group),
+        lambda _: disttrain.barrier(group),
+        lambda _: disttrain.monitored_barrier(group),
+        lambda _: disttrain.all_gather_object([None] * 2, 1, group=group),
+        lambda _: disttrain.gather_object(1, [None] * 2 if rank == 0 else None, 0, group=group),
+        lambda _: disttrain.broadcast_object_list([1], 0, group=group),
+        lambda _: disttrain.scatter_object_list([None], [1, 2], 0, group=group),
+        send_object,
+        send,
+        isend,
+    ]
 
 
 @on_ranks(2)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from disttrain.process_group import ProcessGroup, Work, irecv, isend
+from disttrain.process_group import ProcessGroup, Work, recv, send
 from disttrain.process_group.calls.point_to_point import start_receiving, start_sending
 from disttrain.process_group.cpp_warnings import without_warning
 from disttrain.process_group.peers.channels import PeerChannels, open_channels
@@ -71,9 +71,9 @@ class Mail:
         for source, target in pairs:
             # NCCL creates a pair's communicator with its first message, for which both ends block.
             if self._group_rank == source:
-                isend(token, group=self._way(target), group_dst=target).wait()
+                send(token, group=self._way(target), group_dst=target)
             elif self._group_rank == target:
-                irecv(token, group=self._way(source, is_sender=False), group_src=source).wait()
+                recv(token, group=self._way(source, is_sender=False), group_src=source)
 
     def send(self, tensors: Sequence[torch.Tensor], peer: int, *, is_regular: bool = True) -> None:
         """Start sending to group rank `peer`, in this order; `is_regular`: each pass has one like it."""

@@ -14,7 +14,7 @@ from disttrain.durations import Duration, seconds
 from disttrain.process_group._c10d import ReduceOp, Reduction, reduction_name
 from disttrain.process_group._torch import keep_dynamo_out, outside_graphs
 from disttrain.process_group.calls.checks import check_contiguous, check_pair, peer_rank
-from disttrain.process_group.current import resolve_group
+from disttrain.process_group.current import called_group
 from disttrain.process_group.door import issue
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.work import Work
@@ -31,7 +31,8 @@ def all_reduce(
     Raises:  ShapeError for a tensor that is not contiguous, BackendError when no backend serves its device.
     Collective: every rank of the group, in the same order.
     """
-    group = resolve_group("all_reduce", group)
+    if (group := called_group("all_reduce", group)) is None:
+        return None
     if is_dynamo_compiling():
         # Loaded by whoever compiles: operators of graphs are made of what is here.
         from disttrain.process_group.functional import in_place
@@ -65,7 +66,8 @@ def reduce(
     Returns, raises: as all_reduce; GroupError when the destination is not a member.
     Collective: every rank of the group, in the same order.
     """
-    group = resolve_group("reduce", group)
+    if (group := called_group("reduce", group)) is None:
+        return None
     try:
         dst_rank = peer_rank("reduce", group, dst, group_dst, "dst")
         check_contiguous("reduce", group, "tensor", tensor)
@@ -92,7 +94,8 @@ def broadcast(
     Returns, raises: as all_reduce; GroupError when the source is not a member.
     Collective: every rank of the group, in the same order.
     """
-    group = resolve_group("broadcast", group)
+    if (group := called_group("broadcast", group)) is None:
+        return None
     if is_dynamo_compiling():
         # Loaded by whoever compiles: operators of graphs are made of what is here.
         from disttrain.process_group.functional import in_place
@@ -123,7 +126,8 @@ def all_gather_into_tensor(
     Returns, raises: as all_reduce; ShapeError also when sizes, dtypes or devices don't fit.
     Collective: every rank of the group, in the same order.
     """
-    group = resolve_group("all_gather_into_tensor", group)
+    if (group := called_group("all_gather_into_tensor", group)) is None:
+        return None
     if is_dynamo_compiling():
         # Loaded by whoever compiles: operators of graphs are made of what is here.
         from disttrain.process_group.functional import in_place
@@ -157,7 +161,8 @@ def reduce_scatter_tensor(
     Returns, raises: as all_reduce; ShapeError also when sizes, dtypes or devices don't fit.
     Collective: every rank of the group, in the same order.
     """
-    group = resolve_group("reduce_scatter_tensor", group)
+    if (group := called_group("reduce_scatter_tensor", group)) is None:
+        return None
     if is_dynamo_compiling():
         # Loaded by whoever compiles: operators of graphs are made of what is here.
         from disttrain.process_group.functional import in_place
@@ -191,7 +196,8 @@ def barrier(
     `timeout` holds for this one, in place of the group's; with async_op give it to the handle's `wait`.
     Collective: every rank of the group, in the same order.
     """
-    group = resolve_group("barrier", group)
+    if (group := called_group("barrier", group)) is None:
+        return None
     try:
         limit_s = None if timeout is None else seconds("barrier", timeout)
         on_gpu = bool(device_ids) and group.barrier_device.type == "cuda"

@@ -11,7 +11,7 @@ from disttrain.errors import ShapeError
 from disttrain.process_group._c10d import ReduceOp, Reduction, reduction_name
 from disttrain.process_group._torch import keep_dynamo_out, outside_graphs
 from disttrain.process_group.calls.checks import check_alike, check_is_list, check_list, root_rank, row_counts
-from disttrain.process_group.current import resolve_group
+from disttrain.process_group.current import called_group
 from disttrain.process_group.door import issue, parts_of
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.work import Work
@@ -30,7 +30,8 @@ def all_gather(
     Returns, raises: as all_reduce; ShapeError also when number, sizes, dtypes or devices don't fit.
     Collective: every rank of the group, in the same order, with the same sizes in `tensor_list`.
     """
-    group = resolve_group("all_gather", group)
+    if (group := called_group("all_gather", group)) is None:
+        return None
     if is_dynamo_compiling():
         # Loaded by whoever compiles: operators of graphs are made of what is here.
         from disttrain.process_group.functional import in_place
@@ -62,7 +63,8 @@ def gather(
     Returns, raises: as all_gather.
     Collective: every rank of the group, in the same order.
     """
-    group = resolve_group("gather", group)
+    if (group := called_group("gather", group)) is None:
+        return None
     try:
         dst_rank = root_rank("gather", group, dst, group_dst, "dst")
         outputs = _list_at_root("gather", group, "gather_list", gather_list, tensor, dst_rank)
@@ -90,7 +92,8 @@ def scatter(
     Returns, raises: as all_gather.
     Collective: every rank of the group, in the same order.
     """
-    group = resolve_group("scatter", group)
+    if (group := called_group("scatter", group)) is None:
+        return None
     try:
         src_rank = root_rank("scatter", group, src, group_src, "src")
         inputs = _list_at_root("scatter", group, "scatter_list", scatter_list, tensor, src_rank)
@@ -116,7 +119,8 @@ def reduce_scatter(
     Returns, raises: as all_gather.
     Collective: every rank of the group, in the same order.
     """
-    group = resolve_group("reduce_scatter", group)
+    if (group := called_group("reduce_scatter", group)) is None:
+        return None
     try:
         check_list("reduce_scatter", group, "input_list", input_list, output, like_index=group.group_rank)
         run = group.backend_of("reduce_scatter", output).reduce_scatter
@@ -141,7 +145,8 @@ def all_to_all(
     Returns, raises: as all_gather.
     Collective: every rank of the group, in the same order.
     """
-    group = resolve_group("all_to_all", group)
+    if (group := called_group("all_to_all", group)) is None:
+        return None
     try:
         check_is_list("output_tensor_list", output_tensor_list)
         if not output_tensor_list:
@@ -173,7 +178,8 @@ def all_to_all_single(
     Returns, raises: as all_reduce; ShapeError also when sizes, dtypes or devices don't fit.
     Collective: every rank of the group, in the same order.
     """
-    group = resolve_group("all_to_all_single", group)
+    if (group := called_group("all_to_all_single", group)) is None:
+        return None
     if is_dynamo_compiling():
         # Loaded by whoever compiles: operators of graphs are made of what is here.
         from disttrain.process_group.functional import in_place

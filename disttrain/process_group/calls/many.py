@@ -13,7 +13,7 @@ from disttrain.errors import ShapeError
 from disttrain.process_group._c10d import ReduceOp, Reduction, reduction_name
 from disttrain.process_group._torch import outside_graphs
 from disttrain.process_group.calls.checks import check_contiguous, check_is_list, check_list, check_pair
-from disttrain.process_group.current import resolve_group
+from disttrain.process_group.current import called_group
 from disttrain.process_group.door import issue
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.work import Work
@@ -33,7 +33,8 @@ def all_gather_into_tensor_coalesced(
     Collective: every rank of the group, in the same order.
     """
     name = "all_gather_into_tensor_coalesced"
-    group = resolve_group(name, group)
+    if (group := called_group(name, group)) is None:
+        return None
     try:
         _check(name, group, outputs, inputs, gathers=True)
         backend = group.backend_of(name, inputs[0])
@@ -58,7 +59,8 @@ def reduce_scatter_tensor_coalesced(
     Collective: every rank of the group, in the same order.
     """
     name = "reduce_scatter_tensor_coalesced"
-    group = resolve_group(name, group)
+    if (group := called_group(name, group)) is None:
+        return None
     try:
         _check(name, group, outputs, inputs, gathers=False)
         backend = group.backend_of(name, inputs[0])
@@ -83,7 +85,8 @@ def all_reduce_coalesced(
     Collective: every rank of the group, in the same order.
     """
     name = "all_reduce_coalesced"
-    group = resolve_group(name, group)
+    if (group := called_group(name, group)) is None:
+        return None
     try:
         _check_several(name, group, tensors)
         backend = group.backend_of(name, tensors[0])
@@ -109,7 +112,8 @@ def all_gather_coalesced(
     Collective: every rank of the group, in the same order.
     """
     name = "all_gather_coalesced"
-    group = resolve_group(name, group)
+    if (group := called_group(name, group)) is None:
+        return None
     try:
         check_is_list("output_tensor_lists", output_tensor_lists)
         outputs = [tensor for tensors in output_tensor_lists for tensor in tensors]

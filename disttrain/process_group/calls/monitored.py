@@ -7,7 +7,7 @@ from typing import Final
 from disttrain.durations import Duration, seconds_or_none_at_all
 from disttrain.errors import CollectiveTimeoutError, StoreTimeoutError
 from disttrain.process_group.backends import CompletedWork
-from disttrain.process_group.current import resolve_group
+from disttrain.process_group.current import called_group
 from disttrain.process_group.door import issue
 from disttrain.process_group.group import ProcessGroup
 from disttrain.store import PrefixStore
@@ -27,7 +27,8 @@ def monitored_barrier(
     Raises: CollectiveTimeoutError after `timeout` (default: the group's).
     Collective: every rank of the group, in the same order.
     """
-    group = resolve_group("monitored_barrier", group)
+    if (group := called_group("monitored_barrier", group)) is None:
+        return
     timeout_s = group.timeout_s if timeout is None else seconds_or_none_at_all("monitored_barrier", timeout)
     issue(group, "monitored_barrier", _sign_and_wait, (group, timeout_s, wait_all_ranks), (), (), False)
 

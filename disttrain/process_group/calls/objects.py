@@ -18,8 +18,8 @@ from disttrain.process_group.calls.checks import peer_rank, root_rank
 from disttrain.process_group.calls.collectives import all_gather_into_tensor, broadcast
 from disttrain.process_group.calls.list_collectives import gather, scatter
 from disttrain.process_group.calls.packing import pack, unpack
-from disttrain.process_group.calls.point_to_point import irecv, isend
-from disttrain.process_group.current import resolve_group
+from disttrain.process_group.calls.point_to_point import recv, send
+from disttrain.process_group.current import called_group
 from disttrain.process_group.group import ProcessGroup
 
 _PACKED, _REASON = b"\x00", b"\x01"
@@ -33,7 +33,8 @@ def all_gather_object(object_list: MutableSequence[Any], obj: Any, group: Proces
     Raises: ShapeError, on every rank, when one rank's value cannot be packed; on this one for a list of another length.
     Collective: every rank of the group, in the same order.
     """
-    group = resolve_group("all_gather_object", group)
+    if (group := called_group("all_gather_object", group)) is None:
+        return
     with _before(group, "all_gather_object", "all_gather_into_tensor"):
         _check_target("object_list", object_list)
         _check_places("all_gather_object", group, "object_list", object_list, group.group_size)
@@ -62,7 +63,8 @@ def gather_object(
     Raises: as all_gather_object, at the destination and on the rank of the value.
     Collective: every rank of the group, in the same order.
     """
-    group = resolve_group("gather_object", group)
+    if (group := called_group("gather_object", group)) is None:
+        return
     with _before(group, "gather_object", "all_gather_into_tensor"):
         dst_rank = root_rank("gather_object", group, dst, group_dst, "dst")
         is_root = group.group_rank == dst_rank
@@ -98,7 +100,8 @@ def broadcast_object_list(
     Raises: as all_gather_object.
     Collective: every rank of the group, in the same order.
     """
-    group = resolve_group("broadcast_object_list", group)
+    if (group := called_group("broadcast_object_list", group)) is None:
+        return
     with _before(group, "broadcast_object_list", "broadcast"):
         src_rank = root_rank("broadcast_object_list", group, src, group_src, "src")
         _check_target("object_list", object_list)
@@ -126,7 +129,8 @@ def scatter_object_list(
     Raises: as all_gather_object, on each rank that would get a value that cannot be packed, and at the source.
     Collective: every rank of the group, in the same order.
     """
-    group = resolve_group("scatter_object_list", group)
+    if (group := called_group("scatter_object_list", group)) is None:
+        return
     packed: list[bytes] = []
     with _before(group, "scatter_object_list", "broadcast"):
         src_rank = root_rank("scatter_object_list", group, src, group_src, "src")
@@ -164,14 +168,15 @@ def send_object_list(
 
     Raises: as send; ShapeError, there too, when they cannot be packed.
     """
-    group = resolve_group("send_object_list", group)
+    if (group := called_group("send_object_list", group)) is None:
+        return
     with arguments_of("send_object_list", group.world.rank):
         peer = peer_rank("send_object_list", group, dst, group_dst, "dst")
         device = device or _device(group)
         packed = _packed(list(object_list))
         messages = torch.tensor([len(packed)], device=device), _padded(packed, len(packed), device)
     for data in messages:
-        isend(data, group=group, group_dst=peer).wait()
+        send(data, group=group, group_dst=peer)
     _raise_own("send_object_list", group, packed)
 
 
@@ -188,16 +193,15 @@ def recv_object_list(
     `use_batch` is torch's, and changes nothing.
     Returns: the sender's global rank. Raises: as recv; ShapeError when the lists differ in length.
     """
-    group = resolve_group("recv_object_list", group)
+    if (group := called_group("recv_object_list", group)) is None:
+        return -1
     with arguments_of("recv_object_list", group.world.rank):
         _check_target("object_list", object_list)
         device = device or _device(group)
         size = torch.zeros(1, dtype=torch.int64, device=device)
-    work = irecv(size, src, group, group_src=group_src)
-    work.wait()
-    sender = work.source_rank()
+    sender = recv(size, src, group, group_src=group_src)
     data = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
-    irecv(data, sender, group).wait()
+    recv(data, sender, group)
     (received,) = _restored("recv_object_list", group, [data], [group.group_rank_of("recv_object_list", sender)])
     _fill("recv_object_list", group, object_list, received, keeps_own=False)
     return sender

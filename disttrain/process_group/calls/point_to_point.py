@@ -12,7 +12,7 @@ from disttrain.errors import GroupError, ShapeError
 from disttrain.process_group._torch import outside_graphs
 from disttrain.process_group.calls.checks import check_contiguous, peer_rank
 from disttrain.process_group.calls.coalescing import Coalesced
-from disttrain.process_group.current import resolve_group
+from disttrain.process_group.current import called_group, resolve_group
 from disttrain.process_group.door import issue_message
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.work import TransportWork, Work
@@ -25,14 +25,15 @@ def isend(
     group: ProcessGroup | None = None,
     tag: int = 0,
     group_dst: int | None = None,
-) -> Work:
+) -> Work | None:
     """Start sending `tensor` (contiguous, any shape) to global rank `dst`, or group rank `group_dst`.
 
     The tensor must not change until the handle's `wait` has returned. `tag` tells messages of one pair apart, but not
     on NCCL.
     Raises: GroupError for a peer that is not a member, or this rank itself; ShapeError when not contiguous.
     """
-    group = resolve_group("send", group)
+    if (group := called_group("send", group)) is None:
+        return None
     try:
         # The same as `_peer`, without the time of a call.
         peer = group.members.position(dst) if dst is not None and group_dst is None else None
@@ -51,13 +52,14 @@ def irecv(
     group: ProcessGroup | None = None,
     tag: int = 0,
     group_src: int | None = None,
-) -> Work:
+) -> Work | None:
     """Start receiving into `tensor` from global rank `src`, or group rank `group_src`; with neither, from anybody.
 
     The tensor is contiguous and has the sender's dtype and size. `source_rank` of the handle says afterwards who sent.
     Raises: as isend; BackendError on NCCL, which does not receive from anybody.
     """
-    group = resolve_group("recv", group)
+    if (group := called_group("recv", group)) is None:
+        return None
     try:
         # As above.
         peer = group.members.position(src) if src is not None and group_src is None else None
@@ -90,7 +92,8 @@ def send(
 ) -> None:
     """isend, then wait for it."""
     # Not by isend itself: the recorder looks at who has called this.
-    group = resolve_group("send", group)
+    if (group := called_group("send", group)) is None:
+        return
     try:
         peer = _peer("send", group, tensor, dst, group_dst, "dst")
         run = group.backend_of("send", tensor).send
@@ -108,7 +111,8 @@ def recv(
     group_src: int | None = None,
 ) -> int:
     """irecv, then wait for it. Returns: the sender's global rank."""
-    group = resolve_group("recv", group)
+    if (group := called_group("recv", group)) is None:
+        return -1
     try:
         receiving = _receiving(group, tensor, src, group_src)
     except (AttributeError, TypeError) as error:
@@ -125,7 +129,7 @@ class P2POp:
 
     def __init__(
         self,
-        op: Callable[..., Work],
+        op: Callable[..., Work | None],
         tensor: torch.Tensor,
         peer: int | None = None,
         group: ProcessGroup | None = None,
