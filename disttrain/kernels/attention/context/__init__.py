@@ -1,0 +1,1 @@
+"""Attention of sequences whose positions are cut over the ranks of a mesh axis (context parallel)."""
