@@ -12,7 +12,9 @@ from disttrain.plan.model.experts import ExpertAssumptions
 from disttrain.plan.model.sizes import LlamaSizes
 from disttrain.plan.time.hardware import HARDWARE, Hardware
 
-AXES = ("pp", "replicate", "dp", "ep", "tp")
+AXES = ("pp", "replicate", "dp", "ep", "cp", "tp")
+FEWEST_POSITIONS = 8192
+"""Of a sequence on each rank along cp, in the search: with fewer, dp does the same without an exchange."""
 """In the order of ranks: those of the last axis are neighbours, since it sends most."""
 
 
@@ -101,14 +103,16 @@ class Job:
 class MeshSizes:
     """Ranks along each axis, in the order of `AXES`.
 
-    All of replicate, dp and ep are data-parallel ranks, with sequences of their own. Along ep each has other experts.
-    So experts are sharded over dp, and all other parameters over dp and ep. `"dp,ep"` names both as one axis.
+    All of replicate, dp and ep are data-parallel ranks, with sequences of their own. Along ep each has other experts,
+    along cp other positions of the same sequences. So experts are sharded over dp and cp, and all other parameters over
+    dp, ep and cp. `"dp,ep"` names both as one axis.
     """
 
     pp: int = 1
     replicate: int = 1
     dp: int = 1
     ep: int = 1
+    cp: int = 1
     tp: int = 1
 
     @property
@@ -123,12 +127,22 @@ class MeshSizes:
     @property
     def num_shards(self) -> int:
         """Of each parameter that is no expert's."""
-        return self.dp * self.ep
+        return self.size(self.shards)
 
     @property
     def shards(self) -> str:
-        """The axis, or both as one, along which these shards lie."""
-        return "dp" if self.ep == 1 else "dp,ep"
+        """The axis, or several as one, along which these shards lie."""
+        return ",".join(["dp"] + ["ep"] * (self.ep > 1) + ["cp"] * (self.cp > 1))
+
+    @property
+    def num_expert_shards(self) -> int:
+        """Of each parameter of an expert."""
+        return self.size(self.expert_shards)
+
+    @property
+    def expert_shards(self) -> str:
+        """The axis, or both as one, along which these lie."""
+        return "dp" if self.cp == 1 else "dp,cp"
 
     def stride(self, axis: str) -> int:
         """Returns the difference in rank between neighbours along the axis."""
@@ -179,6 +193,10 @@ class Choice:
         stages = f"/{self.stages_per_rank}" if self.stages_per_rank else ""
         return f"{self.schedule}{stages}" if self.schedule else "-"
 
+    def tokens(self, job: Job) -> float:
+        """Of a microbatch, on one rank."""
+        return self.microbatch_size * job.seq_size / self.mesh.cp
+
     @property
     def num_reductions(self) -> int:
         """Of each gradient in a step."""
@@ -207,7 +225,7 @@ def why_not(job: Job, mesh: MeshSizes) -> str | None:
         mlps = [("the MLP", sizes.ffn_size)] if experts is None or experts.num_dense else []
         if experts is not None:
             mlps += [("experts", experts.ffn_size), ("shared experts", experts.shared_size)]
-        for name, count in (("heads", sizes.num_heads), *mlps, ("sequences", job.seq_size)):
+        for name, count in (("heads", sizes.num_heads), *mlps, ("sequences", job.seq_size // mesh.cp)):
             if count % mesh.tp:
                 return f"tp={mesh.tp} does not divide {name} ({count})"
         if mesh.tp % sizes.num_kv_heads and sizes.num_kv_heads % mesh.tp:
@@ -216,6 +234,8 @@ def why_not(job: Job, mesh: MeshSizes) -> str | None:
         return f"ep={mesh.ep} of a model without experts"
     if experts is not None and (experts.of_rank(mesh.ep) * (mesh.ep - 1)) >= experts.num_experts:
         return f"ep={mesh.ep} leaves ranks without any of {experts.num_experts} experts"
+    if job.seq_size % mesh.cp:
+        return f"cp={mesh.cp} does not divide sequences ({job.seq_size})"
     if mesh.pp > sizes.num_layers:
         return f"pp={mesh.pp} needs as many layers"
     if job.num_sequences % mesh.num_batch_parts:
@@ -232,12 +252,20 @@ def meshes(job: Job) -> Iterator[MeshSizes]:
             continue  # some of its groups would lie on two nodes
         for pp in divisors(job.num_gpus // tp):
             for ep in _expert_axes(job, job.num_gpus // tp // pp, tp):
-                rest = job.num_gpus // tp // pp // ep
-                for replicate in divisors(rest):
-                    # One copy of each shard: that is tensor parallel or a pipeline alone, and replicas of it need no
-                    # more.
-                    if replicate == 1 or rest // replicate > 1:
-                        yield MeshSizes(pp, replicate, rest // replicate, ep, tp)
+                for cp in _context_axes(job, job.num_gpus // tp // pp // ep):
+                    rest = job.num_gpus // tp // pp // ep // cp
+                    for replicate in divisors(rest):
+                        # One copy of each shard: that is tensor parallel or a pipeline alone, and replicas of it need
+                        # no more.
+                        if replicate == 1 or rest * cp // replicate > 1:
+                            yield MeshSizes(pp, replicate, rest // replicate, ep, cp, tp)
+
+
+def _context_axes(job: Job, num_ranks: int) -> Iterator[int]:
+    """Yields sizes of cp by which parts of a sequence are long still."""
+    for cp in divisors(num_ranks):
+        if cp == 1 or (job.seq_size % cp == 0 and job.seq_size // cp >= FEWEST_POSITIONS):
+            yield cp
 
 
 def _expert_axes(job: Job, num_ranks: int, tp: int) -> Iterator[int]:

@@ -13,6 +13,7 @@ _LIMITS = {
     "compute": "computing",
     "recompute": "computing activations again",
     "tp": "activations sent between the ranks of tp",
+    "cp": "keys and values sent along cp",
     "exchange": "tokens sent to their experts and back",
     "shards": "gathering parameters and reducing gradients",
     "bubble": "stages that wait for each other",

@@ -1,4 +1,4 @@
-"""The fastest choices that fit, one for each pp, tp and ep; which part of the rest is replicas is chosen with it.
+"""The fastest choices that fit, one for each pp, tp, ep and cp; which part of the rest is replicas is chosen with it.
 
 Best first: of each choice it is known what a step hardly takes less than; in this order choices are looked at closely,
 which is dear where a pipeline is simulated, until none that is left can be among the best.
@@ -84,7 +84,7 @@ def plan_of(job: Job, choice: Choice) -> Plan:
 def find_plans(
     job: Job, *, num_plans: int = 5, schedules: Sequence[str] = SCHEDULES, mesh: MeshSizes | None = None
 ) -> Plans:
-    """The fastest choice that fits of each pp, tp and ep, of these the fastest `num_plans`; or of `mesh` alone."""
+    """The fastest choice that fits of each pp, tp, ep and cp, of these the fastest `num_plans`; or of `mesh` alone."""
     refused: Counter[str] = Counter()
     possible: list[MeshSizes] = []
     for candidate in meshes(job) if mesh is None else (mesh,):
@@ -161,7 +161,7 @@ def _least_s(job: Job, choice: Choice) -> float | None:
 def _best(job: Job, bounded: list[tuple[float, int, Choice, bool]], num_plans: int) -> tuple[Plan, ...]:
     """`bounded` as a heap, in which what has been looked at lies with its true time."""
     heapq.heapify(bounded)
-    plans: dict[tuple[int, int, int], Plan] = {}
+    plans: dict[tuple[int, ...], Plan] = {}
     while bounded and len(plans) < num_plans:
         _, number, choice, is_known = heapq.heappop(bounded)
         kind = _kind(choice.mesh)
@@ -174,9 +174,9 @@ def _best(job: Job, bounded: list[tuple[float, int, Choice, bool]], num_plans: i
     return tuple(plans.values())
 
 
-def _kind(mesh: MeshSizes) -> tuple[int, int, int]:
+def _kind(mesh: MeshSizes) -> tuple[int, ...]:
     """Of two meshes of a kind only the faster one is listed."""
-    return mesh.pp, mesh.tp, mesh.ep
+    return mesh.pp, mesh.tp, mesh.ep, mesh.cp
 
 
 def _fits(job: Job, choice: Choice) -> bool:

@@ -48,7 +48,7 @@ class Kept:
 
 def kept_of(job: Job, choice: Choice) -> Kept:
     sizes, tp = job.sizes, choice.mesh.tp
-    tokens = choice.microbatch_size * job.seq_size
+    tokens = choice.tokens(job)
     dtype = job.precision.compute_bytes
     dim, attention = sizes.dim, _attention_elements(job, choice)
     is_fused = choice.is_compiled or job.has_kernels
@@ -105,15 +105,15 @@ def is_lean(job: Job, choice: Choice) -> bool:
     return choice.mesh.tp > 1 or (choice.schedule is not None and job.has_lean_loss)
 
 
-def _loss_bytes(job: Job, choice: Choice, tokens: int) -> int:
+def _loss_bytes(job: Job, choice: Choice, tokens: float) -> int:
     tp, dim, dtype = choice.mesh.tp, job.sizes.dim, job.precision.compute_bytes
     vocab = -(-job.sizes.vocab_size // tp)
     if job.has_kernels and not choice.has_whole_logits:
         rows = min(tokens, max(1, _LOSS_BLOCK_BYTES // (vocab * dtype)))
         # Sums of the matrix's gradient in float32, a block of logits, the hidden gradient in two forms.
-        return 4 * vocab * dim + dtype * rows * vocab + 2 * dtype * tokens * dim
+        return round(4 * vocab * dim + dtype * rows * vocab + 2 * dtype * tokens * dim)
     if is_lean(job, choice):
         # The vocabulary-parallel loss, also of one rank: the logits and their gradient.
-        return 2 * dtype * tokens * vocab
+        return round(2 * dtype * tokens * vocab)
     # In float32: what log_softmax keeps, the gradient of the loss, and that of the logits.
-    return 3 * 4 * tokens * vocab
+    return round(3 * 4 * tokens * vocab)

@@ -142,7 +142,7 @@ def _shard(job: Job, choice: Choice, stages: Sequence[StageParts]) -> int:
     mesh = choice.mesh
     elements = elements_of(job.sizes, mesh.tp, mesh.ep)
     is_tied = job.sizes.is_tied and choice.schedule is None
-    experts = -(-sum(map(elements.experts_of, stages)) // mesh.dp)
+    experts = -(-sum(map(elements.experts_of, stages)) // mesh.num_expert_shards)
     return -(-sum(elements.of(stage, is_tied=is_tied) for stage in stages) // mesh.num_shards) + experts
 
 

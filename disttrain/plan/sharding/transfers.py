@@ -40,12 +40,12 @@ class Sharding:
     def of(cls, job: Job, choice: Choice) -> Sharding:
         mesh = choice.mesh
         shard_cost, replica_cost, expert_cost = (
-            _cost_over(job, choice, axis) for axis in (mesh.shards, "replicate", "dp")
+            _cost_over(job, choice, axis) for axis in (mesh.shards, "replicate", mesh.expert_shards)
         )
         sharding = cls(job.sizes, job.precision, mesh.tp, mesh.num_shards, mesh.replicate, shard_cost, replica_cost)
         if job.sizes.experts is None:
             return sharding
-        return replace(sharding, ep=mesh.ep, num_expert_shards=mesh.dp, expert_cost=expert_cost)
+        return replace(sharding, ep=mesh.ep, num_expert_shards=mesh.num_expert_shards, expert_cost=expert_cost)
 
     def padded(self, shape: tuple[int, int], num_shards: int) -> int:
         """Elements of a parameter that is cut along its rows, with its padding."""

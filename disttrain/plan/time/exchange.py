@@ -36,7 +36,7 @@ def exchange_of(job: Job, choice: Choice, element_bytes: int) -> Exchange | None
     if experts is None or ep == 1:
         return None
     hardware, on_host = job.hardware, choice.mesh.num_on_node("ep", job.node_size)
-    row_bytes = choice.microbatch_size * job.seq_size * job.sizes.dim * element_bytes
+    row_bytes = choice.tokens(job) * job.sizes.dim * element_bytes
     num_hosts = ep / on_host
     if job.assumed.once_per_host:
         # From the rank at which a row arrives on a host it goes to those that have the token's experts.

@@ -11,6 +11,7 @@ from disttrain.plan.job import Choice, Job
 from disttrain.plan.model.activations import is_lean, load_of
 from disttrain.plan.model.parts import StageParts, elements_of, local_key_size
 from disttrain.plan.model.sizes import LlamaSizes
+from disttrain.plan.time.context import exposed_s
 from disttrain.plan.time.exchange import exchange_s
 from disttrain.plan.time.links import link_of
 from disttrain.plan.time.products import grouped_product_s, product_s
@@ -43,12 +44,15 @@ class Computing:
     tp_backward: float = 0.0
     exchange: float = 0.0
     """In each of both."""
+    cp_forward: float = 0.0
+    cp_backward: float = 0.0
+    """Keys and values that are not there in time, and their gradients."""
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Of one microbatch on one stage: `again` is the forward that a checkpoint repeats, without communication; `tp` and
-    `exchange` are within the others."""
+    """Of one microbatch on one stage: `again` is the forward that a checkpoint repeats, without communication; `tp`,
+    `exchange` and `cp` are within the others."""
 
     forward: float
     backward: float
@@ -56,6 +60,7 @@ class StageTimes:
     again: float
     tp: float
     exchange: float
+    cp: float
 
     @property
     def total_s(self) -> float:
@@ -65,7 +70,7 @@ class StageTimes:
 @cache
 def block_times(job: Job, choice: Choice) -> Computing:
     sizes, hardware, tp = job.sizes, job.hardware, choice.mesh.tp
-    tokens, dtype = choice.microbatch_size * job.seq_size, job.precision.compute_bytes
+    tokens, dtype = choice.tokens(job), job.precision.compute_bytes
     is_fused = choice.is_compiled or job.has_kernels
     keys = 2 * local_key_size(sizes, tp)
     products = _products(job, choice)
@@ -77,20 +82,25 @@ def block_times(job: Job, choice: Choice) -> Computing:
     moved += 0 if experts is None else experts.top_k * (3 + 2 * load * (choice.mesh.ep > 1)) * sizes.dim
     moved += (2 if is_fused else 8) * (sizes.query_size / tp + keys / 2)
     elementwise = dtype * tokens * moved / hardware.memory_bytes_per_s
-    forward = products.forward + attention / hardware.attention_forward_flops + elementwise
-    backward = products.inputs + products.weights + 2.5 * attention / hardware.attention_backward_flops
-    backward += 2 * elementwise
+    attended_s = attention / hardware.attention_forward_flops
+    attended_back_s = 2.5 * attention / hardware.attention_backward_flops
+    forward = products.forward + attended_s + elementwise
+    backward = products.inputs + products.weights + attended_back_s + 2 * elementwise
+    cp_there = exposed_s(job, choice, 1, attended_s, NCCL_SHARE)
+    cp_back = exposed_s(job, choice, 2, attended_back_s, NCCL_SHARE)
     there, back = _exposed_s(job, choice, products)
     host_s = HOST_COMPILED_BLOCK_S if choice.is_compiled else HOST_BLOCK_S
     whole = 0.0 if job.sizes.experts is None else exchange_s(job, choice)
     exchange = whole * (1 - job.assumed.hidden * (1 - NCCL_SHARE))
     return Computing(
-        max(forward, host_s) + there + exchange,
-        max(backward, 2 * host_s) + back + exchange,
+        max(forward, host_s) + there + exchange + cp_there,
+        max(backward, 2 * host_s) + back + exchange + cp_back,
         products.weights,
         there,
         back,
         exchange,
+        cp_there,
+        cp_back,
     )
 
 
@@ -112,7 +122,7 @@ class _Products:
 
 def _products(job: Job, choice: Choice) -> _Products:
     sizes, hardware, tp = job.sizes, job.hardware, choice.mesh.tp
-    rows = choice.microbatch_size * job.seq_size
+    rows = choice.tokens(job)
     rate = hardware.float8_flops if job.uses_float8 else hardware.matmul_flops
     cut_by_columns, cut_by_rows = _matrices(sizes, tp)
     every = cut_by_columns + cut_by_rows
@@ -154,7 +164,7 @@ def _grouped(job: Job, choice: Choice, rate: float) -> Computing:
     if experts is None:
         return Computing(0.0, 0.0, 0.0)
     num, dtype = experts.of_rank(mesh.ep), job.precision.compute_bytes
-    tokens = choice.microbatch_size * job.seq_size
+    tokens = choice.tokens(job)
     rows = tokens * experts.top_k * load_of(job, mesh.ep) / num
     dim, ffn = job.sizes.dim, experts.ffn_size / mesh.tp
 
@@ -188,7 +198,7 @@ def _exposed_s(job: Job, choice: Choice, products: _Products) -> tuple[float, fl
 def _head(job: Job, choice: Choice) -> Computing:
     """The last norm, the head and the loss."""
     sizes, hardware, tp = job.sizes, job.hardware, choice.mesh.tp
-    tokens, vocab = choice.microbatch_size * job.seq_size, job.sizes.vocab_size / tp
+    tokens, vocab = choice.tokens(job), job.sizes.vocab_size / tp
     product = product_s(hardware, hardware.matmul_flops, tokens, vocab, sizes.dim)
     logits_s = tokens * vocab / hardware.memory_bytes_per_s
     if job.has_kernels and not choice.has_whole_logits:
@@ -222,7 +232,7 @@ def _again_s(job: Job, choice: Choice, block: Computing) -> float:
         return 0.0
     if choice.mesh.tp > 1 or choice.is_compiled or job.uses_float8 or job.sizes.experts is not None:
         return block.forward
-    tokens = choice.microbatch_size * job.seq_size
+    tokens = choice.tokens(job)
     hardware, sizes = job.hardware, job.sizes
     return block.forward - product_s(hardware, hardware.matmul_flops, tokens, sizes.dim, sizes.ffn_size)
 
@@ -232,7 +242,7 @@ def stage_times(job: Job, choice: Choice, stage: StageParts) -> StageTimes:
     head, sums = _head(job, choice), _sums_s(job, choice, stage)
     forward, backward = stage.has_head * head.forward, stage.has_head * head.backward + sums
     weights = stage.has_head * head.weights + sums
-    again_s = tp_s = sent_s = 0.0
+    again_s = tp_s = sent_s = cp_s = 0.0
     for of_job, num in ((job, stage.num_blocks - stage.num_dense), (job.without_experts, stage.num_dense)):
         if not num:
             continue
@@ -242,9 +252,11 @@ def stage_times(job: Job, choice: Choice, stage: StageParts) -> StageTimes:
         backward += num * (block.backward + again)
         weights += num * block.weights
         again_tp, again_exchange = block.tp_forward * choice.recomputes, block.exchange * choice.recomputes
-        again_s += num * (again - again_tp - again_exchange)
+        again_cp = block.cp_forward * choice.recomputes
+        again_s += num * (again - again_tp - again_exchange - again_cp)
         tp_s += num * (block.tp_forward + block.tp_backward + again_tp)
         sent_s += num * (2 * block.exchange + again_exchange)
+        cp_s += num * (block.cp_forward + block.cp_backward + again_cp)
     if choice.is_compiled:
         weights = COMPILED_WEIGHT_SHARE * backward
-    return StageTimes(forward, backward, weights, again_s, tp_s, sent_s)
+    return StageTimes(forward, backward, weights, again_s, tp_s, sent_s, cp_s)

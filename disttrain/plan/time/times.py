@@ -30,14 +30,15 @@ from disttrain.plan.time.traffic import ring_bytes
 class Times:
     """Seconds of a step; means over the pipeline's ranks.
 
-    Args: recompute  forwards done again;  tp, exchange, shards  communication that nothing hides, of tensor parallel,
-          of tokens and their experts, and of gathering parameters and reducing gradients;  bubble  waiting for other
-          stages.
+    Args: recompute  forwards done again;  tp, cp, exchange, shards  communication that nothing hides, of tensor and
+          context parallel, of tokens and their experts, and of gathering parameters and reducing gradients;  bubble
+          waiting for other stages.
     """
 
     compute: float
     recompute: float
     tp: float
+    cp: float
     exchange: float
     shards: float
     bubble: float
@@ -60,15 +61,17 @@ def times_of(job: Job, choice: Choice) -> Times:
     work_s = per_microbatch * sum(times.total_s for times in each)
     again_s = per_microbatch * sum(times.again for times in each)
     tp_s = per_microbatch * sum(times.tp for times in each)
+    cp_s = per_microbatch * sum(times.cp for times in each)
     exchange_s = per_microbatch * sum(times.exchange for times in each)
     if choice.schedule is None:
         shards_s, bubble_s = _shards_s(job, choice), 0.0
     else:
         shards_s, bubble_s = _scheduled_shards_s(job, choice), makespan_s(job, choice) - work_s + _tie_s(job, choice)
     return Times(
-        compute=work_s - again_s - tp_s - exchange_s,
+        compute=work_s - again_s - tp_s - cp_s - exchange_s,
         recompute=again_s,
         tp=tp_s,
+        cp=cp_s,
         exchange=exchange_s,
         shards=shards_s,
         bubble=bubble_s,
@@ -176,7 +179,7 @@ def _optimizer_s(job: Job, choice: Choice) -> float:
     elements, mesh = elements_of(job.sizes, choice.mesh.tp, choice.mesh.ep), choice.mesh
     stages = parts_of(job, choice)
     held = sum(elements.of(stage, is_tied=job.sizes.is_tied) for stage in stages) / mesh.num_shards
-    held += sum(map(elements.experts_of, stages)) / mesh.dp
+    held += sum(map(elements.experts_of, stages)) / mesh.num_expert_shards
     moved = held / mesh.pp * 8 * job.precision.parameter_bytes
     return moved / job.hardware.memory_bytes_per_s
 
@@ -194,7 +197,7 @@ class _Num:
 
     def along(self, choice: Choice) -> list[tuple[str, int]]:
         """The axes along which each part is sharded, where there are others that have shards."""
-        parts = [(choice.mesh.shards, self.dense), ("dp", self.experts)]
+        parts = [(choice.mesh.shards, self.dense), (choice.mesh.expert_shards, self.experts)]
         return [(axis, num) for axis, num in parts if choice.mesh.size(axis) > 1 and num]
 
 
@@ -206,7 +209,7 @@ def _reduction_s(job: Job, choice: Choice, num: _Num) -> float:
         for axis, elements in num.along(choice)
     )
     if mesh.replicate > 1:
-        for elements, num_shards in ((num.dense, mesh.num_shards), (num.experts, mesh.dp)):
+        for elements, num_shards in ((num.dense, mesh.num_shards), (num.experts, mesh.num_expert_shards)):
             if elements:
                 seconds += link_of(job, choice, "replicate").all_reduce_s(elements * size / num_shards)
     return seconds
@@ -221,7 +224,7 @@ def _packing_s(job: Job, choice: Choice, num: _Num) -> float:
     sums = choice.num_microbatches > 1 and not choice.reduces_each
     moved = num.together * ((precision.reduce_bytes if sums else precision.compute_bytes) + precision.reduce_bytes)
     if choice.num_reductions > 1:
-        moved += 3 * precision.parameter_bytes * (num.dense // mesh.num_shards + num.experts // mesh.dp)
+        moved += 3 * precision.parameter_bytes * (num.dense // mesh.num_shards + num.experts // mesh.num_expert_shards)
     return moved / job.hardware.memory_bytes_per_s
 
 

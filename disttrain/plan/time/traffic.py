@@ -4,6 +4,7 @@
     replicate  reduced gradients are summed over copies
     dp,ep      both at once, where experts are exchanged: of all other parameters
     ep         tokens go to their experts and back, as do gradients
+    cp         keys and values go to the ranks whose queries see them, and once more, and their gradients back
     tp         activations are gathered before each pair of layers, and reduced and scattered after it
     pp         activations go to the next stage, and their gradients back; a tied matrix's gradient from end to end
 
@@ -21,6 +22,7 @@ from disttrain.plan.model.activations import kept_of
 from disttrain.plan.model.parts import StageParts, parts_of, parts_of_ranks, tied_elements
 from disttrain.plan.sharding.step import step_of
 from disttrain.plan.sharding.transfers import Sharding, transfers_of
+from disttrain.plan.time.context import keys_of
 from disttrain.plan.time.exchange import both_ways
 from disttrain.plan.time.links import link_of
 
@@ -66,8 +68,7 @@ def ring_bytes(num_bytes: float, num_ranks: int) -> float:
 
 def activation_bytes(job: Job, choice: Choice) -> float:
     """Counts what a rank of tensor parallel sends for one gather, or one reduction, of a microbatch's activations."""
-    tokens = choice.microbatch_size * job.seq_size
-    return ring_bytes(tokens * job.sizes.dim * job.precision.compute_bytes, choice.mesh.tp)
+    return ring_bytes(choice.tokens(job) * job.sizes.dim * job.precision.compute_bytes, choice.mesh.tp)
 
 
 def traffic_of(job: Job, choice: Choice) -> tuple[Traffic, ...]:
@@ -77,6 +78,7 @@ def traffic_of(job: Job, choice: Choice) -> tuple[Traffic, ...]:
     of_axes = [
         *_of_shards(job, choice),
         *_of_exchange(job, choice),
+        *_of_context(job, choice),
         _of_tensor_parallel(job, choice, stages, per_rank),
         _of_pipeline(job, choice, per_rank),
     ]
@@ -106,7 +108,7 @@ def _of_shards(job: Job, choice: Choice) -> list[Traffic]:
     form = str(transfers_of(sharding, of_ranks[0][0]))
     traffic = [_traffic(job, choice, mesh.shards, *sent(most, mesh.num_shards, *both), form)]
     if mesh.ep > 1:
-        traffic.append(_traffic(job, choice, "dp", *sent(most, mesh.dp, *both)))
+        traffic.append(_traffic(job, choice, mesh.expert_shards, *sent(most, mesh.num_expert_shards, *both)))
     return [*traffic, _traffic(job, choice, "replicate", *sent(most, None, "all_reduce"))]
 
 
@@ -124,6 +126,18 @@ def _of_exchange(job: Job, choice: Choice) -> list[Traffic]:
     )
     calls = 2 * passes
     return [Traffic("ep", choice.mesh.ep, calls, round(sent), between / sent, ways[0].latency_s, calls)]
+
+
+def _of_context(job: Job, choice: Choice) -> list[Traffic]:
+    """By the rank with most blocks; half as much goes forward as goes backward."""
+    way = keys_of(job, choice)
+    if way is None:
+        return []
+    blocks = max(sum(stage.num_blocks for stage in of_rank) for of_rank in parts_of_ranks(job, choice))
+    passes = choice.num_microbatches * blocks * (4 if choice.recomputes else 3)
+    calls = passes * (choice.mesh.cp - 1)
+    share = way.between_bytes / way.sent_bytes
+    return [Traffic("cp", choice.mesh.cp, calls, round(passes * way.sent_bytes), share, way.latency_s, calls)]
 
 
 def _of_tensor_parallel(job: Job, choice: Choice, stages: tuple[StageParts, ...], per_rank: int) -> Traffic:
