@@ -21,6 +21,7 @@ import pytest
 from tests.forkserver.process import WRITERS, ForkServer
 from tests.forkserver.server import GARBAGE_THRESHOLD, listening
 from tests.surroundings.inductor_kernels import link_kernels
+from tests.surroundings.launching import FORK_CLIENT
 
 if TYPE_CHECKING:
     from disttrain.testing import RankPool
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 pytest_plugins = ["disttrain.testing.pytest_plugin"]
 
 GPU_TESTS = Path(__file__).parent / "gpu"
-FORK_CLIENT = Path(__file__).parent / "forkserver" / "client.py"
 
 NUM_FORK_SERVERS = {"launcher": 1, "torch": 2, "writer": 1}
 """By what they have loaded; those with torch have different hash seeds. xdist's workers have another."""

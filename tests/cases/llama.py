@@ -25,7 +25,7 @@ def write_text(folder: Path) -> Path:
     return folder
 
 
-def trained(arguments: list[str], num_evaluation_batches: int = 1) -> None:
+def trained(arguments: list[str], num_evaluation_batches: int = 2) -> None:
     """Rank task: the example from its command line to its end, in the world that is there; but it draws no picture.
 
     For that a process loads a library for more seconds than it trains. Nor does it evaluate longer than it trains.

@@ -49,7 +49,7 @@ def _load_torch() -> None:
 
     with suppress(ImportError, SystemExit):  # not where rich or matplotlib is missing
         import matplotlib.backends.backend_agg
-        import matplotlib.figure
+        import matplotlib.figure  # noqa: F401
         import train_llama  # noqa: F401
 
     torch.optim.SGD([torch.empty(0)])  # The first optimizer loads Dynamo.
