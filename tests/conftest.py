@@ -20,7 +20,8 @@ import pytest
 
 from tests.forkserver.process import WRITERS, ForkServer
 from tests.forkserver.server import GARBAGE_THRESHOLD, listening
-from tests.surroundings.inductor_kernels import link_kernels
+from tests.surroundings.inductor_kernels import link_kernels, share_headers
+from tests.surroundings.launching import FORK_CLIENT
 
 if TYPE_CHECKING:
     from disttrain.testing import RankPool
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 pytest_plugins = ["disttrain.testing.pytest_plugin"]
 
 GPU_TESTS = Path(__file__).parent / "gpu"
-FORK_CLIENT = Path(__file__).parent / "forkserver" / "client.py"
 
 NUM_FORK_SERVERS = {"launcher": 1, "torch": 2, "writer": 1}
 """By what they have loaded; those with torch have different hash seeds. xdist's workers have another."""
@@ -54,8 +54,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # and it need not try out, in six seconds, what the processor and the compiler can do.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
-# A compiled header takes the compiler as long as two kernels, and none of the kernels less with it.
-os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
+# A kernel takes the compiler three seconds, of which one is left where the header of all kernels has been compiled. It
+# has a name among the kernels' flags, by which they are kept: whoever has it must always have it.
+os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "1")
 
 # Tests share their cores with ranks, so an example's time says nothing. A failure prints how to play it again.
 hypothesis.settings.register_profile("disttrain", deadline=None, print_blob=True)
@@ -173,6 +174,7 @@ def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     is_ours = kept.stat().st_uid == os.getuid()
     if is_ours:
         link_kernels(kept, cache)
+    share_headers(own)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
         patch.setenv("TMPDIR", str(own))

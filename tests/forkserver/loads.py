@@ -48,7 +48,8 @@ def _load_torch() -> None:
         import transformers.models.llama.modeling_llama  # noqa: F401
 
     with suppress(ImportError, SystemExit):  # not where rich or matplotlib is missing
-        import train_llama  # noqa: F401
+        for name in ("matplotlib.backends.backend_agg", "matplotlib.figure", "train_llama"):
+            importlib.import_module(name)
 
     torch.optim.SGD([torch.empty(0)])  # The first optimizer loads Dynamo.
 

@@ -146,11 +146,11 @@ def test_pipeline(run: Run) -> None:
     expected = numbers_in(run(1, "pipeline", "--schedule", "1F1B", num_steps=4))["1F1B"]  # one stage is the model
     assert len(expected) == 4
     assert expected[-1][0] < 0.85 * expected[0][0]
-    output = run(4, "pipeline", "--schedule", *SCHEDULES, num_steps=4)
+    output = run(4, "pipeline", "--schedule", *SCHEDULES, num_steps=2)  # the second after an optimizer's step
     found = numbers_in(output)
     assert sorted(found) == SCHEDULES
     for name, numbers in found.items():
-        for own, wanted in zip(zip(*numbers, strict=True), zip(*expected, strict=True), strict=True):
+        for own, wanted in zip(zip(*numbers, strict=True), zip(*expected[:2], strict=True), strict=True):
             assert own == pytest.approx(wanted, rel=1e-4)
         assert len(re.findall(rf"\b{name} · 4 ranks x ", output)) == 1  # the picture
 

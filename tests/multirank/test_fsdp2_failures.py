@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import disttrain
 from disttrain.errors import CollectiveMismatchError, GroupError, ShardingError
+from disttrain.testing import run_threads
 from disttrain.testing.pytest_plugin import on_ranks
-from tests.cases.fsdp2 import assert_same_gradients, backward_of_both, own_rows, pair
+from tests.cases.fsdp2 import assert_same_gradients, backward_of_both, own_rows, pair, sharded
 from tests.multirank import models
 
 
@@ -57,22 +59,34 @@ WAYS = {
 PLACES = ("", "embedding", "blocks.0", "blocks.1.down", "blocks.2", "head")
 
 
-@on_ranks(2)
+class Checkpointed(models.TinyModel):
+    """`checkpointed` is whether in a reentrant way; None: not at all."""
+
+    checkpointed: bool | None = None
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x) if self.checkpointed is None else checkpoint(block, x, use_reentrant=self.checkpointed)
+        return self.head(x)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # that of the embedding, whose input has no gradient
 @pytest.mark.parametrize("checkpointed", [None, True, False], ids=["plain", "reentrant", "not reentrant"])
 @pytest.mark.parametrize("when", list(WAYS))
 def test_an_exception_anywhere_leaves_the_model_usable(when: str, checkpointed: bool | None) -> None:
-    class Model(models.TinyModel):
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            x = self.embedding(tokens)
-            for block in self.blocks:
-                x = block(x) if checkpointed is None else checkpoint(block, x, use_reentrant=checkpointed)
-            return self.head(x)
+    """On all ranks at once, so that no message is left: they are threads. Ranks that fail alone are processes below."""
+    whole = Checkpointed().double().init(0)
+    whole.checkpointed = checkpointed
+    run_threads(2, fail_everywhere, when, whole)
 
-    model, reference = pair(Model)
+
+def fail_everywhere(when: str, whole: Checkpointed) -> None:
+    model, reference = sharded(copy.deepcopy(whole)), copy.deepcopy(whole)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, reference)]
     for step, place in enumerate(PLACES):
         # The second call is that of recomputation, where there is one.
-        for skipped in (0,) if checkpointed is None else (0, 1):
+        for skipped in (0,) if whole.checkpointed is None else (0, 1):
             calls = []
 
             def fail(calls: list[int] = calls, skipped: int = skipped) -> None:

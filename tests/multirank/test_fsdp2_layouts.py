@@ -13,6 +13,7 @@ import disttrain
 from disttrain.dtensor import DTensor, Placement, Replicate, Shard, StridedShard, distribute_tensor
 from disttrain.errors import ShardingError
 from disttrain.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from disttrain.testing import run_threads
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.multirank import models
 
@@ -43,15 +44,22 @@ def assert_trains_alike(model: nn.Module, reference: nn.Module, rank: int, num_r
         torch.testing.assert_close(parameter.full_tensor(), reference.get_parameter(name))
 
 
-@on_ranks(4)
+def check_copies(whole: nn.Module, shape: tuple[int, int], reshard: bool | None) -> None:
+    mesh = disttrain.init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    model = sharded(copy.deepcopy(whole), mesh=mesh, reshard_after_forward=reshard)
+    assert model.embedding.weight.placements == (Replicate(), Shard(0))
+    assert_trains_alike(model, copy.deepcopy(whole), disttrain.get_rank(), 4)
+
+
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)], ids=str)
 @pytest.mark.parametrize("reshard", [None, False])
 def test_copies_beside_shards_train_like_one_process(shape: tuple[int, int], reshard: bool | None) -> None:
-    mesh = disttrain.init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    reference = models.TinyModel().double().init(0)
-    model = sharded(copy.deepcopy(reference), mesh=mesh, reshard_after_forward=reshard)
-    assert model.embedding.weight.placements == (Replicate(), Shard(0))
-    assert_trains_alike(model, reference, disttrain.get_rank(), 4)
+    run_threads(4, check_copies, models.TinyModel().double().init(0), shape, reshard)
+
+
+@on_ranks(4)
+def test_copies_beside_shards_over_gloo() -> None:
+    check_copies(models.TinyModel().double().init(0), (2, 2), None)
 
 
 def cut_last_dim(parameter: nn.Parameter) -> Placement | None:

@@ -18,6 +18,7 @@ from disttrain.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, TransferCost
 from disttrain.fsdp2.state import state_of
 from disttrain.fsdp2.transfers import forms
 from disttrain.process_group import Call, current_world
+from disttrain.testing import run_threads
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.cases.fsdp2 import SCATTER, Halved, recorded
 from tests.multirank import models
@@ -152,16 +153,21 @@ OPTIONS = {
 }
 
 
-# Three ranks, since that is uneven; the models that are odd in themselves are trained on two and on four as well.
-@on_ranks(3)
+def assert_alike_on_threads(monkeypatch: pytest.MonkeyPatch, whole: nn.Module, *names: str, **options: Any) -> None:
+    """On three ranks, since that is uneven. They are threads, in half the time: over gloo the models that are odd in
+    themselves are trained, in all forms, and some of them in bfloat16."""
+    monkeypatch.setattr(forms, "COPY_BYTES_PER_S", forms.COPY_BYTES_PER_S)  # put back afterwards
+    run_threads(3, lambda: assert_alike(lambda: whole, *names, **options))
+
+
 @pytest.mark.parametrize("options", OPTIONS)
-def test_precision_and_memory(options: str) -> None:
-    assert_alike(Odd, *HALVES[list(OPTIONS).index(options) % 2], **OPTIONS[options])
+def test_precision_and_memory(monkeypatch: pytest.MonkeyPatch, options: str) -> None:
+    names = HALVES[list(OPTIONS).index(options) % 2]
+    assert_alike_on_threads(monkeypatch, Odd(), *names, **OPTIONS[options])
 
 
-@on_ranks(3)
-def test_sharded_parts_of_sharded_modules() -> None:
-    assert_alike(Nested)
+def test_sharded_parts_of_sharded_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_alike_on_threads(monkeypatch, Nested())
 
 
 @on_ranks(4)

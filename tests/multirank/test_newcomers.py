@@ -13,7 +13,7 @@ import pytest
 
 from tests.pages.code import NOT_RUN, Block, blocks, commands_with_output
 from tests.pages.commands import OURS
-from tests.surroundings.launching import LIMIT_S, environment, launched, launcher
+from tests.surroundings.launching import FORK_CLIENT, LIMIT_S, environment, launched, launcher
 
 if TYPE_CHECKING:
     from tests.forkserver.process import ForkServer
@@ -25,23 +25,32 @@ COMMANDS = [
     for block in blocks(PAGE)
     if block.language == "sh" and not block.title.startswith(NOT_RUN)
 ]
-SHORTENED = ("tp", "pipeline")
-"""Examples without a flag for their steps, which test_examples.py runs for longer."""
+SHORTENED = {
+    "tp": (r"(STEPS = .*\b)\d+$", "2"),
+    "pipeline": (r"(STEPS = .*\b)\d+$", "2"),
+    "train_llama": (r"(NUM_EVALUATION_BATCHES = )\d+$", "1"),
+}
+"""What examples have no flag for: a pattern of all but the number, and the number. Other tests run them for longer."""
 COPYING = "python -m disttrain.examples examples"
+RUN_BY_COMMANDS = {word for commands in COMMANDS for command in commands for word in shlex.split(command)}
 FAIL = {command for block in blocks(PAGE) if "on purpose" in block.title for command, _ in commands_with_output(block)}
 
 
-def _here(command: str, server: ForkServer) -> list[str]:
-    """The command with this interpreter's programs in place of those on the path, and a short training."""
+def _here(command: str, server: ForkServer, *, shortened: bool = True) -> list[str]:
+    """The command with this interpreter's programs in place of those on the path, scripts in forks, short trainings."""
     words = shlex.split(command)
-    programs = {"python": [sys.executable], **{name: [sys.executable, "-m", module] for name, module in OURS.items()}}
-    words = [re.sub(rf"^examples/({'|'.join(SHORTENED)}).py$", r"examples/short_\1.py", word) for word in words]
+    programs = {name: [sys.executable, "-m", module] for name, module in OURS.items()}
+    programs["python"] = [sys.executable, *(() if words[1] == "-m" else (str(FORK_CLIENT), server.address))]
     if "examples/train_llama.py" in words:
-        words += ["--steps", "4", "--sample", "8", "--seq", "32", "--batch", "8"]
+        words += ["--steps", "2", "--sample", "2", "--seq", "32", "--batch", "8"]
+    if shortened:
+        words = [re.sub(rf"^examples/({'|'.join(SHORTENED)}).py$", r"examples/short_\1.py", word) for word in words]
     return [*{**programs, "disttrain-launch": launcher(server)}[words[0]], *words[1:]]
 
 
-@pytest.mark.parametrize("block", SCRIPTS, ids=lambda block: block.title)
+@pytest.mark.parametrize(
+    "block", [block for block in SCRIPTS if block.title not in RUN_BY_COMMANDS], ids=lambda block: block.title
+)
 def test_a_script_of_the_readme_runs(block: Block, tmp_path: Path, fork_server: ForkServer) -> None:
     """As it stands there, by the launcher and by itself."""
     assert re.fullmatch(r"\w+\.py", block.title), "a script is shown by its file's name"
@@ -60,9 +69,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) ->
     subprocess.run(_here(COPYING, fork_server), cwd=folder, env=environment(), check=True, capture_output=True)
     for block in SCRIPTS:
         (folder / block.title).write_text(block.text, encoding="utf-8")
-    for name in SHORTENED:
+    for name, (pattern, number) in SHORTENED.items():
         text = (folder / "examples" / f"{name}.py").read_text()
-        short, changes = re.subn(r"STEPS = (.*\b)\d+$", r"STEPS = \g<1>2", text, flags=re.MULTILINE)
+        short, changes = re.subn(pattern, rf"\g<1>{number}", text, flags=re.MULTILINE)
         assert changes == 1
         (folder / "examples" / f"short_{name}.py").write_text(short)
     return folder
@@ -93,7 +102,8 @@ def test_the_planners_commands_run_where_there_is_no_repository(tmp_path: Path, 
     commands = said.partition("to run it:\n")[2].partition("\n\n")[0].splitlines()
     assert len(commands) == 2
     for command in commands:
-        done = subprocess.run(_here(command, fork_server), check=False, **options)  # type: ignore[call-overload]
+        own = _here(command, fork_server, shortened=False)
+        done = subprocess.run(own, check=False, **options)  # type: ignore[call-overload]
         assert done.returncode == 0, done.stdout + done.stderr
     assert "held out" in done.stdout
     assert (tmp_path / "runs" / "llama-1" / "loss.png").exists()

@@ -12,6 +12,7 @@ import disttrain
 from disttrain.dtensor import DTensor, Placement, Replicate, Shard, StridedShard
 from disttrain.fsdp2 import fully_shard
 from disttrain.mesh import DeviceMesh
+from disttrain.testing import run_threads
 from disttrain.testing.pytest_plugin import on_ranks
 from disttrain.tp import (
     ColwiseParallel,
@@ -62,9 +63,9 @@ def make_model(name: str) -> nn.Module:
     return hf.LlamaForCausalLM(config).double()
 
 
-def cut_model(name: str, mesh: DeviceMesh, *, sequence: bool) -> nn.Module:
+def cut_model(model: nn.Module, name: str, mesh: DeviceMesh, *, sequence: bool) -> nn.Module:
     plan = gpt2_plan(sequence=sequence) if name == "gpt2" else llama_plan(sequence=sequence)
-    model = parallelize_module(make_model(name), mesh, plan)
+    parallelize_module(model, mesh, plan)
     if name == "llama of one kv head":
         # All ranks have it, and it serves fewer query heads on each.
         parallelize_module(model, mesh, {"model.layers.*.self_attn": DivideAttributes("num_key_value_groups")})
@@ -156,7 +157,8 @@ def assert_trains_alike(model: nn.Module, reference: nn.Module, own_rows: slice)
 @on_ranks(2)
 def test_it_trains_as_in_one_process(name: str, sequence: bool) -> None:
     mesh = disttrain.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    assert_trains_alike(cut_model(name, mesh, sequence=sequence), make_model(name), slice(None))
+    model = cut_model(make_model(name), name, mesh, sequence=sequence)
+    assert_trains_alike(model, make_model(name), slice(None))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_oss", "t5"])
@@ -168,16 +170,22 @@ def test_the_proposed_plan_trains_as_one_process(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "sequence"), [("llama", True), ("gpt2", False), ("gpt2", True)])
-@on_ranks(4)
 def test_it_trains_on_two_axes_as_in_one_process(name: str, sequence: bool) -> None:
+    """On threads, in half the time: each axis has its tests on processes."""
+    models, references = ([make_model(name) for _ in range(4)] for _ in range(2))
+    run_threads(4, check_two_axes, models, references, name, sequence)
+
+
+def check_two_axes(models: list[nn.Module], references: list[nn.Module], name: str, sequence: bool) -> None:
+    rank = disttrain.get_rank()
     mesh = disttrain.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = cut_model(name, mesh["tp"], sequence=sequence)
+    model = cut_model(models[rank], name, mesh["tp"], sequence=sequence)
     blocks = model.transformer.h if name == "gpt2" else model.model.layers
     for block in blocks:
         fully_shard(block, mesh=mesh["dp"], shard_placement_fn=not_within_blocks)
     fully_shard(model, mesh=mesh["dp"], shard_placement_fn=not_within_blocks)
     place = mesh["dp"].get_local_rank()
-    assert_trains_alike(model, make_model(name), slice(2 * place, 2 * place + 2))
+    assert_trains_alike(model, references[rank], slice(2 * place, 2 * place + 2))
 
 
 def not_within_blocks(parameter: nn.Parameter) -> Placement | None:

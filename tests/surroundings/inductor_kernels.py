@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import getpass
 import os
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,3 +22,14 @@ def link_kernels(source: Path, target: Path) -> None:
         (target / file.parent.name).mkdir(exist_ok=True)
         with suppress(OSError):  # it is there already, or files cannot have two names
             os.link(file, target / file.parent.name / file.name)
+
+
+def share_headers(temporary: Path) -> None:
+    """Has processes with this folder for temporary files find Inductor's compiled headers where all others do.
+
+    They lie below that folder, wherever the cache does.
+    """
+    with suppress(KeyError, OSError):  # a user without a name
+        shared = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+        shared.mkdir(exist_ok=True)
+        (temporary / shared.name).symlink_to(shared)

@@ -84,9 +84,9 @@ def _attach_in_folder(recorder: FlightRecorder, world: World, asked_folder: Path
         return rings
     for _ in range(_MAX_TRIES):
         rings = made_private_folder()
-        remove_forgotten(rings)
         # Repeated if the last of the other ranks has just removed the folder.
         with suppress(FileNotFoundError):
+            remove_forgotten(rings)
             recorder.attach(world, rings, asked_folder)
             return rings
     raise FileNotFoundError(errno.ENOENT, "is removed again and again", str(rings))

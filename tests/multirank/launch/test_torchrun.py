@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.surroundings.launching import ROOT, environment
+from tests.surroundings.launching import FORK_CLIENT, environment
 
 if TYPE_CHECKING:
     from tests.forkserver.process import ForkServer
@@ -46,6 +46,6 @@ def test_ranks_meet_in_a_store_with_a_token_of_its_own_and_again_when_started_ag
             print(f"attempt {attempt} {total.item()} {locked}\\n", end="", flush=True)
         """
     Path("script.py").write_text(dedent(script))
-    worker = (sys.executable, ROOT / "tests" / "forkserver" / "client.py", fork_server.address, "script.py")
+    worker = (sys.executable, FORK_CLIENT, fork_server.address, "script.py")
     ended = fork_server.run(*TORCHRUN, "--max-restarts", "1", "--no-python", *worker, environ=environment())
     assert (ended.returncode, ended.stdout.splitlines()) == (0, ["attempt 1 3.0 True"] * 2), ended.stderr
