@@ -17,13 +17,16 @@ from hypothesis import strategies as st
 from disttrain.store.protocol.handshake import ClientHandshake
 from disttrain.store.protocol.limits import Limits
 from disttrain.store.protocol.state import Outgoing, StoreState
-from disttrain.store.protocol.wire import READING, Decoder, Message, Op, Status, encode
+from disttrain.store.protocol.wire import COUNTED, READING, Decoder, Message, Op, Status, encode
 from disttrain.store.proxy.hub import ProxyHub
 from disttrain.store.serving.hub import Hub
 
 FRAME_BYTES = 1 << 20
 CLIENTS = range(6)
 PROXIES = range(2)
+GROUP_ID = 1 << 40
+"""Of what several ask together, where each has an id of its own."""
+
 OURS = 3
 """Clients of each proxy."""
 
@@ -55,8 +58,10 @@ class Recorded(StoreState):
         self.world = world
 
     def handle(self, connection: int, request: Message, now_s: float) -> list[Outgoing]:
-        self.world.comes(connection, request)
-        return super().handle(connection, request, now_s)
+        replies = super().handle(connection, request, now_s)
+        is_apart = any(reply[:2] == [request[0], Status.APART] for _, reply in replies)
+        self.world.comes(connection, request, is_apart)
+        return replies
 
     def disconnect(self, connection: int) -> None:
         super().disconnect(connection)
@@ -86,23 +91,53 @@ class World:
         self.ids = itertools.count()
         self.owners: dict[int, int] = {}
         self.ops: dict[int, Op] = {}
+        self.came: set[int] = set()
+        self.last_change = [-1 for _ in CLIENTS]
+        self.last_asked = [-1 for _ in CLIENTS]
         self.of_sent: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for line in (*self.links, *self.lines):
             line.connect(0.0)
 
     # What happens at the server, and so at once for clients that ask directly.
 
-    def comes(self, connection: int, request: Message) -> None:
+    def comes(self, connection: int, request: Message, is_apart: bool) -> None:
         proxy = next(number for number in PROXIES if self.links[number].connection == connection)
         number, op, *arguments = request
         if op == Op.CANCEL:
             for client, request_id in self.of_sent.get((proxy, arguments[0]), []):
                 self.leave_direct(client, request_id)
             return
-        for client, request_id in self.of_sent[proxy, number]:
+        members = self.of_sent[proxy, number]
+        for client, request_id in members:
+            self.check_order(client, request_id)
             # One that was cut off, and whose equals were not, has been kept so far.
             self.leave_direct(client, request_id)
+        if is_apart:
+            return
+        if op == Op.ADD_EACH:
+            # Who waits for the counter sees all of them at once.
+            (_, (_, status, totals)), *woken = self.direct.handle(0, [GROUP_ID, op, *arguments], self.now_s)
+            values = totals if status == Status.OK else [totals] * len(members)
+            told = [(client, [one, status, value]) for (client, one), value in zip(members, values, strict=True)]
+            self.hear_direct([*told, *woken])
+            return
+        if op == Op.BARRIER_EACH:
+            op, num_together = Op.BARRIER, arguments.pop()
+            assert num_together == len(members)
+        for client, request_id in members:
+            self.leave_direct(client, request_id)
             self.hear_direct(self.direct.handle(client, [request_id, op, *arguments], self.now_s))
+
+    def check_order(self, client: int, request_id: int) -> None:
+        """Of what a client asks, nothing overtakes a change, and no change overtakes anything."""
+        if request_id in self.came:
+            return
+        self.came.add(request_id)
+        if self.ops[request_id] not in READING:
+            self.last_change[client] = max(self.last_change[client], request_id)
+            assert self.last_asked[client] <= request_id
+        assert self.last_change[client] <= request_id
+        self.last_asked[client] = max(self.last_asked[client], request_id)
 
     def cut_at_server(self, connection: int) -> None:
         for proxy in PROXIES:
@@ -226,7 +261,8 @@ VALUES = st.sampled_from([b"", b"x", b"1"])
 REQUESTS = st.one_of(
     st.tuples(st.just(Op.SET), KEYS, VALUES),
     st.tuples(st.just(Op.GET), KEYS, TIMES),
-    st.tuples(st.just(Op.ADD), KEYS, st.just(1)),
+    st.tuples(st.just(Op.ADD), KEYS, st.sampled_from([1, 3, -2, (1 << 63) - 2])),
+    st.tuples(st.just(Op.ADD), KEYS, st.sampled_from([1, "1"])),
     st.tuples(st.just(Op.APPEND), KEYS, VALUES),
     st.tuples(st.just(Op.COMPARE_SET), KEYS, VALUES, VALUES),
     st.tuples(st.just(Op.CHECK), st.lists(KEYS)),
@@ -269,7 +305,9 @@ def test_clients_of_proxies_are_told_what_the_server_would_have_told_them(steps:
             getattr(world, step)(who)
     world.settle()
     for key, reply in world.told.items():
-        assert reply == world.expected[key]
+        # Of those that time out together at a barrier each is told of all; those that leave it one by one, of fewer.
+        is_late = world.ops[key[1]] == Op.BARRIER and reply[1] == Status.TIMEOUT
+        assert reply[: 2 if is_late else 3] == world.expected[key][: 2 if is_late else 3]
     assert world.direct.copies() == world.server.state.copies()
     for client in CLIENTS:
         for request_id in world.asked[client]:
@@ -302,9 +340,9 @@ def test_no_more_is_changed_at_the_same_time_than_the_server_remembers() -> None
     line = Line(proxy, itertools.count(1))
     line.connect(0.0)
     woken = []
-    proxy.forwarding.wake = lambda: woken.append(True)
+    proxy.send = woken.append
     for number in range(100):
-        proxy.received(line.connection, encode([number, int(Op.ADD), "a", 1]), 0.0)
+        proxy.received(line.connection, encode([number, int(Op.SET), "a", b""]), 0.0)
     first = proxy.forwarding.frames()
     assert len(first) == 64
     assert len(proxy.forwarding.frames_again()) == 64
@@ -361,3 +399,78 @@ def test_a_request_goes_at_once_where_the_others_only_wait(num_waiting: int) -> 
         (request,) = Decoder(FRAME_BYTES).feed(frame)
         hub.answered([[request[0], int(Status.OK), None]])
     assert not hub.forwarding.awaits_answers
+
+
+@pytest.mark.parametrize("num_clients", [8, 64])
+def test_adds_and_arrivals_count_once_a_node(num_clients: int) -> None:
+    """Two requests for each, however many clients there are: what comes while the first is on its way is one."""
+    proxy, server = ProxyHub(None, Limits()), StoreState()
+    lines = [Line(proxy, itertools.count(100 * number + 1)) for number in range(num_clients)]
+    for line in lines:
+        line.connect(0.0)
+
+    def ask_all(op: Op, *arguments: Any) -> tuple[list[Message], list[Any]]:
+        """The requests that reach the server, and the values that clients are told."""
+        requests: list[Message] = []
+        told: dict[int, Any] = {}
+        for number, line in enumerate(lines):
+            proxy.received(line.connection, encode([0, int(op), *arguments]), 0.0)
+            if number == 0:
+                requests += Decoder(FRAME_BYTES).feed(b"".join(proxy.forwarding.frames()))
+        assert not proxy.forwarding.frames()
+        for request in requests:  # which grow meanwhile
+            replies = [reply for _, reply in server.handle(1, request, 0.0)] or [[COUNTED, 0, request[0]]]
+            for connection, data, _ in proxy.answered(replies):
+                told[connection] = Decoder(FRAME_BYTES).feed(data)[0][2]
+            requests += Decoder(FRAME_BYTES).feed(b"".join(proxy.forwarding.frames()))
+        return requests, [told[line.connection] for line in lines]
+
+    requests, totals = ask_all(Op.ADD, "sum", 3)
+    assert [request[1] for request in requests] == [Op.ADD, Op.ADD_EACH]
+    assert totals == [3 * number for number in range(1, num_clients + 1)]
+    requests, nothing = ask_all(Op.BARRIER, "all", num_clients, 5.0)
+    assert [request[1:] for request in requests] == [
+        [Op.BARRIER_EACH, "all", num_clients, 5.0, num_together] for num_together in (1, num_clients - 1)
+    ]
+    assert nothing == [None] * num_clients
+
+
+def test_what_is_too_much_together_goes_apart() -> None:
+    """Adds of which one would pass 64 bits, and more arrivals than a barrier has members."""
+    proxy, server = ProxyHub(None, Limits()), StoreState()
+    lines = [Line(proxy, itertools.count(100 * number + 1)) for number in range(3)]
+    for line in lines:
+        line.connect(0.0)
+    statuses: dict[int, list[int]] = {line.connection: [] for line in lines}
+    for number, (op, name, argument) in enumerate(((Op.ADD, "sum", 3 << 61), (Op.BARRIER, "two", 2))):
+        for line in lines:
+            proxy.received(line.connection, encode([number, int(op), name, argument, *[5.0] * number]), 0.0)
+        for _ in range(2):
+            for request in Decoder(FRAME_BYTES).feed(b"".join(proxy.forwarding.frames())):
+                for connection, data, _ in proxy.answered([reply for _, reply in server.handle(1, request, 0.0)]):
+                    statuses[connection] += [reply[1] for reply in Decoder(FRAME_BYTES).feed(data)]
+    assert list(statuses.values()) == [[Status.OK, Status.OK], [Status.REFUSED, Status.OK], [Status.REFUSED]]
+    assert proxy.forwarding.num_parked == server.num_parked == 1
+
+
+@given(st.integers(-5, 5), st.lists(st.sampled_from([1, -3, (1 << 62), -(1 << 62)]), min_size=1, max_size=6))
+def test_adds_together_are_adds_one_after_the_other(first: int, amounts: list[int]) -> None:
+    together, apart = StoreState(), StoreState()
+    for state in (together, apart):
+        state.handle(0, [0, Op.ADD, "sum", first], 0.0)
+    ((_, (_, status, totals)),) = together.handle(0, [1, Op.ADD_EACH, "sum", amounts], 0.0)
+    replies = [apart.handle(0, [1, Op.ADD, "sum", amount], 0.0)[0][1] for amount in amounts]
+    if status == Status.OK:
+        assert [[1, 0, total] for total in totals] == replies
+        assert together.copies() == apart.copies()
+    else:
+        assert status == Status.APART
+        assert any(reply[1] == Status.REFUSED for reply in replies)
+
+
+@pytest.mark.parametrize(
+    "body", [[Op.ADD_EACH, "a", []], [Op.ADD_EACH, "a", [1, "2"]], [Op.BARRIER_EACH, "b", 2, 1.0, 0]]
+)
+def test_what_makes_no_sense_together_is_refused(body: list[Any]) -> None:
+    ((_, reply),) = StoreState().handle(0, [0, *body], 0.0)
+    assert reply[1] == Status.REFUSED

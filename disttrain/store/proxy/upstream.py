@@ -15,7 +15,7 @@ from disttrain.errors import StoreError
 from disttrain.store.connection.dial import Dialer, Link
 from disttrain.store.protocol.handshake import to_address
 from disttrain.store.protocol.sessions import SESSION_S
-from disttrain.store.protocol.wire import NEWS, NOT_A_REQUEST, Message, Op, WireError, encode
+from disttrain.store.protocol.wire import COUNTED, NEWS, NOT_A_REQUEST, Message, Op, WireError, encode
 from disttrain.store.proxy.address import UpstreamAddress
 from disttrain.store.proxy.hub import ProxyHub
 from disttrain.store.serving.shell import Shell
@@ -134,7 +134,8 @@ class Upstream:
             self._dialer.standby = to_address(message[2])
         elif message[0] == NOT_A_REQUEST:
             self._lose(f"the server hung up: {message[2]}")
-        return False
+        is_for_clients: bool = message[0] == COUNTED
+        return is_for_clients
 
     def _broken(self) -> None:
         self._shell.unwatch(self._socket)
