@@ -339,8 +339,8 @@ def test_no_more_is_changed_at_the_same_time_than_the_server_remembers() -> None
     proxy = ProxyHub(None, Limits())
     line = Line(proxy, itertools.count(1))
     line.connect(0.0)
-    woken = []
-    proxy.send = woken.append
+    told_at_s: list[float] = []
+    proxy.send = told_at_s.append
     for number in range(100):
         proxy.received(line.connection, encode([number, int(Op.SET), "a", b""]), 0.0)
     first = proxy.forwarding.frames()
@@ -349,7 +349,7 @@ def test_no_more_is_changed_at_the_same_time_than_the_server_remembers() -> None
     assert not proxy.forwarding.frames()
     proxy.answered([[message[0], 0, 1] for message in Decoder(FRAME_BYTES).feed(b"".join(first[:10]))])
     assert len(proxy.forwarding.frames()) == 10
-    assert len(woken) == 2
+    assert told_at_s.pop() < 0.0  # there is room again
 
 
 def test_reads_with_a_change_between_them_go_on_their_own() -> None:

@@ -68,7 +68,7 @@ class Forwarding:
     @property
     def has_unsent(self) -> bool:
         """True while something may be sent."""
-        return self._num_changing < self.most_changing and (bool(self._unsent) or self._gathering.has_ready)
+        return bool(self._unsent or self._gathering.ready) and self._num_changing < self.most_changing
 
     @property
     def awaits_answers(self) -> bool:

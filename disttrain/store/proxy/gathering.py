@@ -7,21 +7,23 @@ busier the server is, the more go together. What a connection asks after it is g
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from disttrain.store.protocol.wire import Op
 from disttrain.store.proxy.requests import Key, Request, Sent
 
+_TYPES: Final[dict[int, set[tuple[type, ...]]]] = {
+    Op.ADD: {(str, int)},
+    Op.BARRIER: {(str, int, float), (str, int, int)},
+}
+
 
 def key_of(request: Request) -> Key | None:
     """The key of those with which a request may go together; None: it goes alone."""
-    match request.message[1:]:
-        case [Op.ADD, str(name), amount] if type(amount) is int:
-            return Op.ADD, name
-        case [Op.BARRIER, str(name), num_members, timeout_s] if type(num_members) is int and num_members > 0:
-            # The server would refuse another type of time, and one that is no number would have no equal.
-            return (Op.BARRIER, name, num_members, timeout_s) if type(timeout_s) in (int, float) else None
-    return None
+    types = _TYPES.get(request.op)
+    if types is None or tuple(map(type, request.message[2:])) not in types:
+        return None  # the server refuses other types
+    return tuple(request.message[1:3] if request.op == Op.ADD else request.message[1:])
 
 
 def body_of(requests: list[Request]) -> list[Any]:
@@ -38,21 +40,17 @@ class Gathering:
     """Requests that are not sent yet, by key."""
 
     def __init__(self) -> None:
-        self._ready: dict[Key, list[Request]] = {}
+        self.ready: dict[Key, list[Request]] = {}
+        """They may go."""
         self._held: dict[Key, list[Request]] = {}
         self._on_way: dict[Key, Sent] = {}
         self._key_of: dict[int, Key] = {}
         """Of what each connection has asked last."""
 
-    @property
-    def has_ready(self) -> bool:
-        """True while something may go."""
-        return bool(self._ready)
-
     def add(self, key: Key, request: Request, connection: int) -> None:
         """One more; nothing of its connection is gathered under another key."""
         self._key_of[connection] = key
-        (self._held if key in self._on_way else self._ready).setdefault(key, []).append(request)
+        (self._held if key in self._on_way else self.ready).setdefault(key, []).append(request)
 
     def before(self, connection: int, key: Key | None) -> list[Request]:
         """Takes out what has to go before this connection's next request, of `key`."""
@@ -64,11 +62,11 @@ class Gathering:
 
     def take(self, key: Key) -> list[Request]:
         """Takes out what is gathered under `key`."""
-        return self._ready.pop(key, None) or self._held.pop(key, [])
+        return self.ready.pop(key, None) or self._held.pop(key, [])
 
     def take_ready(self) -> list[Request]:
         """Takes out those that have been ready for the longest time."""
-        return self._ready.pop(next(iter(self._ready)))
+        return self.ready.pop(next(iter(self.ready)))
 
     def goes(self, key: Key, sent: Sent) -> None:
         """This one is on its way: others of its key wait."""
@@ -80,4 +78,4 @@ class Gathering:
         if sent.key is not None and self._on_way.get(sent.key) is sent:
             del self._on_way[sent.key]
             if sent.key in self._held:
-                self._ready[sent.key] = self._held.pop(sent.key)
+                self.ready[sent.key] = self._held.pop(sent.key)

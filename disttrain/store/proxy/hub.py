@@ -23,42 +23,38 @@ class ProxyHub(Hub):
         super().__init__(token, limits)
         self.forwarding = Forwarding(limits, self._client)
         self.send: Callable[[float], object] = lambda now_s: None
-        """Called with the time when there is something to send, and was nothing before."""
+        """Called with the time when there is something to send; also where there was before."""
         # It has the methods of a state that a hub calls for clients; nobody follows a proxy.
         self.state = cast(StoreState, self.forwarding)
 
     def received(self, connection: int, data: bytes, now_s: float) -> list[Action]:
         """See `Hub.received`; all that has come in `data` is sent on together."""
-        had_unsent = self.forwarding.has_unsent
         actions = super().received(connection, data, now_s)
-        self._send_on(had_unsent, now_s)
+        if self.forwarding.has_unsent:
+            self.send(now_s)
         return actions
 
     def disconnected(self, connection: int, now_s: float) -> None:
         """See `Hub.disconnected`."""
-        had_unsent = self.forwarding.has_unsent
         peer = self._connections.get(connection)
         if peer is not None and peer.session is not None:
             self.forwarding.cut(connection, peer.session)
             if self._sessions.resume(peer.session.name) is None:
                 self.forwarding.forget(peer.session.name)
         super().disconnected(connection, now_s)
-        self._send_on(had_unsent, now_s)
+        if self.forwarding.has_unsent:
+            self.send(now_s)
 
     def answered(self, messages: list[Message]) -> list[Action]:
         """The server has answered: what goes to clients, one action for each."""
-        had_unsent = self.forwarding.has_unsent
         replies = [reply for message in messages for reply in self.forwarding.answered(message)]
-        self._send_on(had_unsent, _LONG_AGO_S)
-        return self._woken_together(replies)
+        if self.forwarding.has_unsent:
+            self.send(_LONG_AGO_S)
+        return [self._woken(replies[0])] if len(replies) == 1 else self._woken_together(replies)
 
     def refused(self) -> list[Action]:
         """Replies to what was too large to be sent on."""
         return [self._woken(outgoing) for outgoing in self.forwarding.refused()]
-
-    def _send_on(self, had_unsent: bool, now_s: float) -> None:
-        if self.forwarding.has_unsent and not had_unsent:
-            self.send(now_s)
 
     def _special(self, connection: int, session: Session, message: Message, now_s: float) -> bytes | None:
         if len(message) > 1 and message[1] in (Op.FOLLOW, Op.ACK, Op.ELECT):

@@ -13,6 +13,7 @@ WAITING: Final = frozenset(
 """Operations that may have to wait at the server, and so be cancelled there."""
 _LONG: Final = WAITING - {Op.GET, Op.MULTI_GET}
 """Operations that mostly wait; of these the others do not wait for answers."""
+_CHANGING: Final = frozenset(Op) - READING - WAITING
 
 Key = tuple[Any, ...]
 """Of requests that go together."""
@@ -36,7 +37,7 @@ class Request:
 class Sent:
     """A request to the server, for one or more of clients; `was_sent` on whatever link."""
 
-    __slots__ = ("body", "cancel", "cancelled", "key", "number", "requests", "was_sent")
+    __slots__ = ("body", "cancel", "cancelled", "is_change", "is_prompt", "key", "number", "requests", "was_sent")
 
     def __init__(self, number: int, body: list[Any], requests: list[Request]) -> None:
         self.number = number
@@ -48,15 +49,9 @@ class Sent:
         self.cancel: Sent | None = None
         """The request that cancels this one."""
         self.was_sent = False
+        self.is_change = body[0] in _CHANGING
+        """It changes something at once."""
+        self.is_prompt = body[0] not in _LONG
+        """The server mostly answers at once."""
         for request in requests:
             request.sent = self
-
-    @property
-    def is_change(self) -> bool:
-        """True for what changes something at once."""
-        return self.body[0] not in READING and self.body[0] not in WAITING
-
-    @property
-    def is_prompt(self) -> bool:
-        """True for what the server mostly answers at once."""
-        return self.body[0] not in _LONG

@@ -41,6 +41,7 @@ class Upstream:
         self._hub = hub
         self._shell = shell
         self._is_writing = False
+        self._is_due = False
         self._socket: socket.socket
         self._tunnel: Tunnel | None = None
         self._link: Link | None = self._dialer.dial(address.timeout_s)
@@ -72,17 +73,22 @@ class Upstream:
 
     def _send(self, now_s: float) -> None:
         """At once where no answer is to come soon, or after a quiet time; else with what the loop still has to read."""
+        if self._is_due:
+            return
         if not self._hub.forwarding.awaits_answers or now_s - self._flushed_s > _QUIET_S:
             self._flush()
         else:
+            self._is_due = True
             self._shell.call_soon(self._flush)
 
     def _flush(self) -> None:
+        self._is_due = False
         self._flushed_s = time.monotonic()
         if self._link is None or self._is_writing:
             return
         data = b"".join(self._hub.forwarding.frames())
-        self._shell.carry_out(self._hub.refused())
+        if refused := self._hub.refused():
+            self._shell.carry_out(refused)
         self._write(data)
 
     def _write(self, data: bytes) -> None:

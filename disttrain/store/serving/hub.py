@@ -147,7 +147,8 @@ class Hub:
                 self._lead.journal.note(Entry.REQUEST, session.name, message)
             replies = self.state.handle(connection, message, now_s)
             if not replies:
-                self.has_new_deadline = True
+                # A proxy has no deadlines of its own.
+                self.has_new_deadline |= self.state.next_deadline_s is not None
                 if changes:
                     encoded += self._waiting(session, message)
                 continue
