@@ -104,7 +104,9 @@ class World:
             return
         members = self.of_sent[proxy, number]
         for client, request_id in members:
-            self.check_order(client, request_id)
+            # Of equal changes those that follow change nothing any more, and may well have come before.
+            if op not in (Op.SET, Op.COMPARE_SET) or request_id == members[0][1]:
+                self.check_order(client, request_id)
             # One that was cut off, and whose equals were not, has been kept so far.
             self.leave_direct(client, request_id)
         if is_apart:

@@ -89,3 +89,19 @@ def test_adds_together_are_adds_one_after_the_other(first: int, amounts: list[in
 def test_what_makes_no_sense_together_is_refused(body: list[Any]) -> None:
     ((_, reply),) = StoreState().handle(0, [0, *body], 0.0)
     assert reply[1] == Status.REFUSED
+
+
+def test_equal_changes_that_may_be_done_twice_go_as_one() -> None:
+    proxy = ProxyHub(None, Limits())
+    lines = [Line(proxy, itertools.count(100 * number + 1)) for number in range(3)]
+    for line in lines:
+        line.connect(0.0)
+    for number, request in enumerate(
+        ([Op.COMPARE_SET, "terms", b"", b"x"], [Op.SET, "all", b""], [Op.APPEND, "log", b"x"], [Op.DELETE_KEY, "all"])
+    ):
+        for line in lines:
+            proxy.received(line.connection, encode([number, *request]), 0.0)
+    sent = Decoder(FRAME_BYTES).feed(b"".join(proxy.forwarding.frames()))
+    assert [request[1] for request in sent] == [Op.COMPARE_SET, Op.SET, *[Op.APPEND] * 3, *[Op.DELETE_KEY] * 3]
+    actions = proxy.answered([[sent[0][0], 0, b"x"]])
+    assert [Decoder(FRAME_BYTES).feed(data) for _, data, _ in actions] == [[[0, 0, b"x"]]] * 3

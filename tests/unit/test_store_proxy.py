@@ -101,7 +101,7 @@ def test_no_more_is_changed_at_the_same_time_than_the_server_remembers() -> None
     told_at_s: list[float] = []
     proxy.send = told_at_s.append
     for number in range(100):
-        proxy.received(line.connection, encode([number, int(Op.SET), "a", b""]), 0.0)
+        proxy.received(line.connection, encode([number, int(Op.APPEND), "a", b""]), 0.0)
     first = proxy.forwarding.frames()
     assert len(first) == 64
     assert len(proxy.forwarding.frames_again()) == 64

@@ -2,8 +2,8 @@
 
 For a hub it stands where `StoreState` stands otherwise; all requests are parked until the server has answered. The
 order of requests stays what it was, so that the results are those of the same requests in that order at the server.
-Equal requests that read, and follow each other without a change between them, go as one; so do adds to one counter,
-and arrivals at one barrier (see `gathering`).
+Equal requests whose result is the same for all, and that follow each other without another change between them, go as
+one; so do adds to one counter, and arrivals at one barrier (see `gathering`).
 
 A client that is cut off may come back and repeat a request: what is under way and changes something is kept for it,
 unless the server says that it had to wait and is forgotten.
@@ -20,7 +20,7 @@ from disttrain.store.protocol.sessions import MAX_REPLIES, Session
 from disttrain.store.protocol.state import Outgoing, StoreState
 from disttrain.store.protocol.wire import COUNTED, READING, Encoder, Message, Op, Status
 from disttrain.store.proxy.gathering import Gathering, body_of, key_of
-from disttrain.store.proxy.requests import WAITING, Key, Request, Sent
+from disttrain.store.proxy.requests import MERGEABLE, WAITING, Key, Request, Sent
 
 _NUM_ARGUMENTS: Final = {
     Op.SET: 2, Op.GET: 2, Op.ADD: 2, Op.APPEND: 2, Op.COMPARE_SET: 3, Op.CHECK: 1, Op.WAIT: 2, Op.DELETE_KEY: 1,
@@ -166,11 +166,11 @@ class Forwarding:
         self._send_gathered(request.connection, key)
         if key is not None:
             self._gathering.add(key, request, request.connection)
-        elif request.op in READING:
-            read = self._encode(body)
-            sent = self._mergeable.get(read)
+        elif request.op in MERGEABLE:
+            equal = self._encode(body)
+            sent = self._mergeable.get(equal)
             if sent is None:
-                self._mergeable[read] = self._new(body, [request])
+                self._mergeable[equal] = self._new(body, [request])
             else:
                 sent.requests.append(request)
                 request.sent = sent

@@ -13,6 +13,9 @@ WAITING: Final = frozenset(
 """Operations that may have to wait at the server, and so be cancelled there."""
 _LONG: Final = WAITING - {Op.GET, Op.MULTI_GET}
 """Operations that mostly wait; of these the others do not wait for answers."""
+MERGEABLE: Final = READING | {Op.SET, Op.COMPARE_SET}
+"""Operations whose second of two equal ones changes nothing, and has the result of the first."""
+
 _CHANGING: Final = frozenset(Op) - READING - WAITING
 
 Key = tuple[Any, ...]
