@@ -1,7 +1,7 @@
 """Gathers adds to one counter, and arrivals at one barrier, so that they go to the server as one request.
 
 Of one counter or barrier a single request is on its way at a time; what comes meanwhile goes together once the server
-has seen that (flat combining: Hendler, Incze, Shavit and Tzafrir, SPAA 2010). So a lone request never waits, and the
+has seen that (flat combining, SPAA 2010). So a lone request never waits, and the
 busier the server is, the more go together. What a connection asks after it is gathered does not overtake it.
 """
 
