@@ -1,6 +1,6 @@
 """The start of very many ranks: what it costs the store's server.
 
-    python benchmarks/scale/startup.py [--nodes 64 512 4096] [--quick] [--json FILE]
+    python benchmarks/scale/startup.py [--nodes 64 512 1024 4096] [--quick] [--json FILE]
 
 A start: each rank connects, joins, says where it is, reads its neighbour's address, waits at a barrier, and listens to
 two boards. The server is a process of its own, and its time of the processor is measured, since all others wait for
@@ -375,7 +375,7 @@ def rows(quick: bool = False, node_counts: list[int] | None = None) -> list[Row]
     without_name_servers()
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1] - 500
     found = []
-    for num_nodes in node_counts or ([4, 16] if quick else [64, 512, 4096]):
+    for num_nodes in node_counts or ([4, 16] if quick else [64, 512, 1024, 4096]):
         num_ranks = num_nodes * RANKS_PER_NODE
         num_rounds = 3 if num_nodes <= 64 else 1
         taken: dict[str, list[tuple[float, float]]] = {OURS: [], DIRECT: []}

@@ -226,8 +226,10 @@ def _host(store: Store | None) -> str:
         return "127.0.0.1"
     host = getattr(store, "host", None)
     # What is said to be the master's address is the server's, if there is one.
-    master = MASTER_ADDR.read() or host
-    return outward_address() if host is None or is_unix(master) else own_address(master)
+    if host is None:
+        return outward_address()
+    master = MASTER_ADDR.read() or str(host)
+    return outward_address() if is_unix(master) else own_address(master)
 
 
 def _check(answer: Sequence[Any]) -> None:
