@@ -1,14 +1,13 @@
 """The start of very many ranks: what it costs the store's server.
 
-    python benchmarks/scale/startup.py [--nodes 64 512 1024 4096] [--quick] [--json FILE]
+    python benchmarks/scale/startup.py [--nodes 64 512 4096] [--quick] [--json FILE]
 
 A start: each rank connects, joins, says where it is, reads its neighbour's address, waits at a barrier, and listens to
 two boards. The server is a process of its own, and its time of the processor is measured, since all others wait for
 it. Its clients are played by this process, over real connections: "direct", two for each rank; "ours", one for each
 node, by the hub of a node's proxy, whose eight ranks speak to it in memory. torch's ranks do the same with what its
 store has, one connection each, one after the other. Where this machine has too few descriptors for a side, it has no
-figure. Beyond that the server's hub is played too, in this process and without sockets: its requests are counted, and
-only its own time is. Those figures are without the kernel's part, which is most of what a connection costs.
+figure; see startup_requests.py for both sides of any size.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ from disttrain.store import Limits, spawn_server
 from disttrain.store.protocol.handshake import ClientHandshake
 from disttrain.store.protocol.wire import Decoder, Op, encode
 from disttrain.store.proxy.hub import ProxyHub
-from disttrain.store.serving.hub import Hub
 
 HOST = "127.0.0.1"
 RANKS_PER_NODE = 8
@@ -244,80 +242,6 @@ class Played:
                     key.data.received(data)
 
 
-class MemoryLink:
-    """A connection to a hub in this process."""
-
-    def __init__(self, number: int, to_hub: deque[tuple[int, bytes]]) -> None:
-        self.received: Callable[[bytes], None] = lambda data: None
-        self._number = number
-        self._to_hub = to_hub
-
-    def send(self, data: bytes) -> None:
-        if data:
-            self._to_hub.append((self._number, data))
-
-
-class PlayedInMemory(Played):
-    """The same with the server's hub in this process, whose own time is measured, and whose requests are counted."""
-
-    def __init__(self) -> None:
-        self._hub = CountingHub()
-        self._to_hub: deque[tuple[int, bytes]] = deque()
-        self._memory_links: list[MemoryLink] = []
-        self.hub_s = 0.0
-
-    @property
-    def num_requests(self) -> int:
-        return self._hub.num_requests
-
-    def _link(self) -> Any:
-        number = len(self._memory_links)
-        self._memory_links.append(MemoryLink(number, self._to_hub))
-        return self._memory_links[-1]
-
-    def _run_until(self, parties: list[Any], is_through: Callable[[Any], bool]) -> None:
-        for number in range(self._hub.num_connected, len(self._memory_links)):
-            self._hub.num_connected += 1
-            self._ask(self._hub.connected, number, 0.0)
-        while self._to_hub:
-            self._ask(self._hub.received, *self._to_hub.popleft(), 0.0)
-        assert all(map(is_through, parties))
-
-    def _ask(self, ask: Callable[..., list[Any]], *arguments: Any) -> None:
-        began_s = time.thread_time()
-        actions = ask(*arguments)
-        self.hub_s += time.thread_time() - began_s
-        for number, data, reason in actions:
-            assert not reason
-            self._memory_links[number].received(data)
-
-
-class CountingHub(Hub):
-    """Counts the requests of clients."""
-
-    def __init__(self) -> None:
-        super().__init__(None, Limits())
-        self.num_connected = 0
-        self.num_requests = 0
-
-    def _answers(self, connection: int, session: Any, messages: list[Any], now_s: float) -> list[Any]:
-        self.num_requests += len(messages)
-        return super()._answers(connection, session, messages, now_s)
-
-
-def hub_start(num_nodes: int, *, has_proxies: bool) -> tuple[float, int]:
-    """Seconds of the hub alone, and its requests, for the start of so many nodes."""
-    played = PlayedInMemory()
-    gc.collect()
-    gc.disable()
-    if has_proxies:
-        played.run(played.nodes(num_nodes), 1)
-    else:
-        played.run(played.ranks(num_nodes * RANKS_PER_NODE), 2)
-    gc.enable()
-    return played.hub_s, played.num_requests
-
-
 def played_start(num_nodes: int, *, has_proxies: bool) -> tuple[float, float]:
     """Seconds of the server's processor, and of the clock, for the start of so many nodes."""
     gc.collect()
@@ -375,7 +299,7 @@ def rows(quick: bool = False, node_counts: list[int] | None = None) -> list[Row]
     without_name_servers()
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1] - 500
     found = []
-    for num_nodes in node_counts or ([4, 16] if quick else [64, 512, 1024, 4096]):
+    for num_nodes in node_counts or ([4, 16] if quick else [64, 512, 4096]):
         num_ranks = num_nodes * RANKS_PER_NODE
         num_rounds = 3 if num_nodes <= 64 else 1
         taken: dict[str, list[tuple[float, float]]] = {OURS: [], DIRECT: []}
@@ -393,13 +317,6 @@ def rows(quick: bool = False, node_counts: list[int] | None = None) -> list[Row]
         found.append(row(f"{case}, processor of the store's server", "ms", sides, 1e3))
         clocks = {side: [clock_s for _, clock_s in values] for side, values in taken.items() if values}
         found.append(row(f"{case}, until all are through, played on one machine", "ms", clocks, 1e3))
-        hubs = {
-            side: [hub_start(num_nodes, has_proxies=side == OURS) for _ in range(num_rounds)] for side in (OURS, DIRECT)
-        }
-        own = {side: [hub_s for hub_s, _ in values] for side, values in hubs.items()}
-        found.append(row(f"{case}, the server's hub alone, without sockets", "ms", own, 1e3))
-        asked = {side: [float(num_requests) for _, num_requests in values[:1]] for side, values in hubs.items()}
-        found.append(row(f"{case}, requests to the server", "requests", asked))
     return found
 
 
