@@ -146,7 +146,8 @@ STORE = Setting[str | None](
     "DISTTRAIN_STORE",
     str,
     None,
-    "host:port of a store that is running, and after a comma its standby's; the launcher sets it for its workers.",
+    "host:port of a store that is running, and after a comma its standby's; or @name:0 for a proxy of this machine. "
+    "The launcher sets it for its workers.",
 )
 TOKEN_FILE = Setting[Path | None](
     "DISTTRAIN_TOKEN_FILE", Path, None, "File (mode 0600) with the job's token; the store lets in only who knows it."

@@ -7,7 +7,7 @@ two boards. The server is a process of its own, and its time of the processor is
 it. Its clients are played by this process, over real connections: "direct", two for each rank; "ours", one for each
 node, by the hub of a node's proxy, whose eight ranks speak to it in memory. torch's ranks do the same with what its
 store has, one connection each, one after the other. Where this machine has too few descriptors for a side, it has no
-figure.
+figure; see startup_requests.py for both sides of any size.
 """
 
 from __future__ import annotations

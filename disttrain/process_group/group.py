@@ -18,7 +18,7 @@ from disttrain.process_group.backends import Backend, GivableUp, Membership
 from disttrain.process_group.backends.c10d_backend import C10dBackend
 from disttrain.process_group.beside.torch_methods import add_torch_methods
 from disttrain.process_group.home import HomeWorld
-from disttrain.process_group.joining.asking import ask_to_connect
+from disttrain.process_group.joining.asking import ask_no_more, ask_to_connect
 from disttrain.process_group.joining.hosts import leaves_host
 from disttrain.process_group.watching.comparing import look_for_gone
 from disttrain.process_group.watching.observer import Call
@@ -336,8 +336,7 @@ class ProcessGroup:
             self._connecting = ""
 
     def _connected(self, operation: str, device_type: str) -> Backend:
-        # Several threads may come here first together: the autograd engine has one of its own per device, and there is
-        # the one that connects because another rank has asked for it.
+        # Several threads may come together: the autograd engine's, one per device, and the one that others asked for.
         with self._lock:
             made = self._made.get(device_type)
             if made is not None:
@@ -358,6 +357,7 @@ class ProcessGroup:
                 self.world.become_witness()
             made = kind(self._membership(device_type))
             self._made[device_type] = made
+        ask_no_more(self, device_type)
         if made in self._came_too_late():
             made.abort()
             raise self._destroyed_error(operation)

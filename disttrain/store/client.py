@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from disttrain.durations import Duration
 from disttrain.errors import SettingError, StoreAddressError, StoreConnectionError, StoreTimeoutError
 from disttrain.settings import TOKEN_FILE
+from disttrain.store.connection.addresses import is_unix
 from disttrain.store.connection.channel import Channel
 from disttrain.store.connection.dial import Dialer
 from disttrain.store.connection.listeners import Listener, SharedChannel
@@ -30,7 +31,8 @@ _COMPLETE: Final = "disttrain/workers/complete"
 class TCPStore(StoreMethods):
     """A store on a server that many processes share. Satisfies `Store`; argument names and meanings are torch's.
 
-    Args:   host_name, port  where the server is; the master may pass port 0 and read `.port`;
+    Args:   host_name, port  where the server is; the master may pass port 0 and read `.port`; a node's proxy is at
+            "@name" and 0 (without TLS: what it is told goes over no network);
             world_size  how many clients there will be, the master included; None, or less than 0: not known;
             is_master  start the server, in a process of its own that ends with this object or this process. With a
             token it listens on every address unless `host_name` is loopback, without one on loopback only;
@@ -82,7 +84,7 @@ class TCPStore(StoreMethods):
         self._certificates = certificates
         self._tls = None if certificates is None else _client_tls(certificates)
         self.host = host_name
-        self.port = _checked_port(port, is_master)
+        self.port = _checked_port(host_name, port, is_master)
         if is_master:
             self._start_server(multi_tenant, certificates, master_listen_fd)
         try:
@@ -208,9 +210,9 @@ def _client_tls(certificates: Certificates) -> ClientTls:
     return ClientTls(certificates)
 
 
-def _checked_port(port: int, is_master: bool) -> int:
+def _checked_port(host: str, port: int, is_master: bool) -> int:
     """`port`; raises SettingError when no server can have it, or no client connect to it."""
-    if not (0 if is_master else 1) <= port <= 65535:
+    if not (0 if is_master or is_unix(host) else 1) <= port <= 65535:
         raise SettingError(
             "TCPStore", f"port is {port}; a port is 1 to 65535 (0: any, for the master).", "Pass another."
         )

@@ -5,7 +5,8 @@ and a member that joins late reads the earlier ones. A question says whom it ask
 its own. Between lines the threads wait in the store. What all members would ask at once, one asks for all: `once`.
 
 The lines lie on pages, a key each, so that a long job's questions don't add up. The member that wrote the last line of
-a full page closes it with a line that names the next one, onto which it copies the notices. What another has appended
+a full page closes it with a line that names the next one, onto which it copies the notices, but for those that are
+settled: what they asked for is done. What another has appended
 behind that line nobody reads: its own thread sees that, and writes it onto the next page. Page 0 then names the page at
 which late members begin, and older pages go.
 """
@@ -27,9 +28,9 @@ _IDLE_S = 3600.0
 _AGAIN_S = 0.25
 _CLOSING_S = 2.0
 _MOST_MISSING = 8
-_QUESTION, _NOTICE, _NEXT = b"?", b"!", b">"
+_QUESTION, _NOTICE, _SETTLED, _NEXT = b"?", b"!", b"-", b">"
 MAX_PAGE_BYTES = 16 << 10
-"""Of questions on a page; a watcher is sent the page again with each line."""
+"""Of what need not be copied from a page; a watcher is sent the page again with each line."""
 
 
 class Responder:
@@ -59,6 +60,10 @@ class Responder:
         """Lines of this member that its thread has not read yet."""
         self._read_questions: set[bytes] = set()
         """Those of this page."""
+        self._num_settled_bytes = 0
+        """Of notices on this page that are settled, and of the lines that say so."""
+        self._told: dict[str, bytes] = {}
+        """This member's notices, by name, that may yet be settled."""
         self._notices: dict[bytes, None] = {}
         self._unsettled: list[bytes] = []
         self._thread = threading.Thread(target=self._read_until_closed, name=f"disttrain {name}", daemon=True)
@@ -96,6 +101,7 @@ class Responder:
         """Show all members `notice`, one line, unless one of this name has been shown; False when the store is gone."""
         try:
             if self.store.compare_set(f"notice/{name}", "", notice) == notice:
+                self._told[name] = notice
                 self._post(_NOTICE + notice + b"\n")
         except StoreError:
             return False
@@ -109,10 +115,25 @@ class Responder:
             while page is not None and self.store.check([_key(page)]):
                 lines, page = _lines_of(self.store.get(_key(page)))
                 notices |= {line[1:]: None for line in lines if line[:1] == _NOTICE}
+                for line in lines:
+                    if line[:1] == _SETTLED:
+                        notices.pop(line[1:], None)
         except StoreError:
             return  # without a store there is nothing to hear
         for notice in notices:
             self._hear(notice)
+
+    def settle(self, name: str) -> None:
+        """What the notice of this name asked for is done: nobody need hear it any more. For who has told it; nothing
+        happens where another has, which says so itself."""
+        notice = self._told.pop(name, None)
+        if notice is None:
+            return
+        try:
+            self._post(_SETTLED + notice + b"\n")
+            self.store.delete_key(f"notice/{name}")
+        except StoreError:
+            return  # nobody is left who could read it
 
     def withdraw(self, name: str) -> None:
         """Withdraws the notice of this name."""
@@ -130,6 +151,9 @@ class Responder:
         self.store.close()
         if self._thread is not threading.current_thread():
             self._thread.join(_CLOSING_S)
+
+    def _has_posted(self, line: bytes) -> bool:
+        return line[:1] == _SETTLED and line + b"\n" in self._posted
 
     def _post(self, line: bytes) -> None:
         self._posted[line] = None
@@ -167,20 +191,25 @@ class Responder:
             self._turn_to(0)
             return b""
         lines, next_page = _lines_of(text.removeprefix(seen))
+        settled = {line[1:] for line in lines if line[:1] == _SETTLED}
+        is_own = bool(lines) and (lines[-1].startswith(_QUESTION + b"%d." % self._rank) or self._has_posted(lines[-1]))
         for line in lines:
             self._posted.pop(line + b"\n", None)
-            self._read(line[:1], line[1:])
+            if line[:1] != _NOTICE or line[1:] not in settled:
+                self._read(line[:1], line[1:])
+            else:
+                self._num_settled_bytes += len(line)
         if next_page is not None:
             self._turn_to(next_page)
             return b""
-        is_own = bool(lines) and lines[-1].startswith(_QUESTION + b"%d." % self._rank)
-        if is_own and sum(map(len, self._read_questions)) > MAX_PAGE_BYTES:
+        if is_own and sum(map(len, self._read_questions)) + self._num_settled_bytes > MAX_PAGE_BYTES:
             self._close_page(text)
         return text
 
     def _turn_to(self, page: int) -> None:
         self._page = page
         self._read_questions.clear()
+        self._num_settled_bytes = 0
         # Those were written behind the line that names the next page; who writes from now on looks for the page first.
         for line in list(self._posted):
             self.store.append(_key(page), line)
@@ -204,6 +233,12 @@ class Responder:
                 self._notices[text] = None
                 if not self._hear(text):
                     self._unsettled.append(text)
+        elif kind == _SETTLED:
+            self._num_settled_bytes += len(text)
+            if text in self._notices:
+                del self._notices[text]
+                self._num_settled_bytes += len(text)
+            self._unsettled = [notice for notice in self._unsettled if notice != text]
         elif text not in self._read_questions:
             self._read_questions.add(text)
             question, runs, about = text.decode().split(" ", 2)

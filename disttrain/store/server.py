@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from disttrain.errors import DisttrainError, SettingError, StoreAddressError, StoreAuthError, StoreError
 from disttrain.signals import ignore_all
-from disttrain.store.connection.addresses import lookup_name
+from disttrain.store.connection.addresses import is_unix, lookup_name, unix_path
 from disttrain.store.connection.keepalive import set_options
 from disttrain.store.protocol.handshake import Votes, to_address
 from disttrain.store.protocol.limits import Limits
@@ -33,6 +33,7 @@ from disttrain.store.tls.certificates import Certificates
 
 if TYPE_CHECKING:
     from disttrain.store.proxy.upstream import Upstream
+    from disttrain.store.tls.socket import ClientTls
 
 ENGINES: Final = ("pyuv", "uvloop")
 READY: Final = "ready"
@@ -60,7 +61,7 @@ class ServerConfig(NamedTuple):
     listen_fd: int | None = None
     """A socket that is bound, in place of `host` and `port`."""
     upstream: UpstreamAddress | None = None
-    """It is the proxy of that server."""
+    """It is the proxy of that server, to which its link goes by TLS if there are certificates; its clients' do not."""
 
     def to_message(self) -> Message:
         certificates = self.certificates and list(self.certificates)
@@ -95,6 +96,8 @@ def listen(host: str, port: int, token: str | None, listen_fd: int | None = None
     """
     where = f"{host or '*'}:{port}"
     try:
+        if is_unix(host):
+            return _listen_here(host)
         listener = _listen(host, port, token, where) if listen_fd is None else _taken_over(listen_fd, token)
         set_options(listener)
         return listener
@@ -115,6 +118,13 @@ def _listen(host: str, port: int, token: str | None, where: str) -> socket.socke
     )
     _check_token(token, str(address[0]), host or "every address", where)
     return socket.create_server((str(address[0]), port), family=family, backlog=BACKLOG)
+
+
+def _listen_here(host: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(unix_path(host))
+    listener.listen(BACKLOG)
+    return listener
 
 
 def _taken_over(listen_fd: int, token: str | None) -> socket.socket:
@@ -197,13 +207,16 @@ def make_follower(config: ServerConfig, port: int, votes: Votes | None) -> Follo
     """Whoever follows the leader for a standby that listens on `port`; its hub leaves `votes` to it."""
     if config.following is None or votes is None:
         return None
-    tls = None
-    if config.certificates is not None:
-        # As above.
-        from disttrain.store.tls.socket import ClientTls
+    return Follower(config.following, port, config.token, _client_tls(config), votes)
 
-        tls = ClientTls(config.certificates)
-    return Follower(config.following, port, config.token, tls, votes)
+
+def _client_tls(config: ServerConfig) -> ClientTls | None:
+    """For a link to another server. Raises SettingError for files that cannot be used."""
+    if config.certificates is None:
+        return None
+    from disttrain.store.tls.socket import ClientTls  # as above
+
+    return ClientTls(config.certificates)
 
 
 def make_upstream(config: ServerConfig, hub: AnyHub, shell: Shell) -> Upstream | None:
@@ -214,7 +227,7 @@ def make_upstream(config: ServerConfig, hub: AnyHub, shell: Shell) -> Upstream |
     from disttrain.store.proxy.upstream import Upstream  # as above
 
     assert isinstance(hub, ProxyHub)
-    return Upstream(config.upstream, config.token, hub, shell)
+    return Upstream(config.upstream, config.token, _client_tls(config), hub, shell)
 
 
 def _follow(follower: Follower, shell: Shell) -> None:
@@ -250,7 +263,7 @@ def main() -> int:
         hub = make_hub(config, _allow_many_connections(config.limits), votes)
         shell = make_shell(config.engine, hub, config.linger_s, _released)
         listener = listen(config.host, config.port, config.token, config.listen_fd)
-        host, port = listener.getsockname()[:2]
+        host, port = (config.host, 0) if is_unix(config.host) else listener.getsockname()[:2]
         follower = make_follower(config, port, votes)
         upstream = make_upstream(config, hub, shell)
     except DisttrainError as error:

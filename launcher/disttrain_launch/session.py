@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from pathlib import Path
+from uuid import uuid4
 
 from disttrain import __version__
 from disttrain.errors import LaunchError, StoreAddressError
@@ -15,11 +16,11 @@ from disttrain.store import (
     ServerProcess,
     Store,
     TCPStore,
-    certificates_from_settings,
     read_token,
     spawn_server,
     write_token,
 )
+from disttrain.store.connection.addresses import UNIX
 from disttrain.store.protocol.wire import Address as StoreAddress
 from disttrain.store.proxy.address import UpstreamAddress
 from disttrain.store.standby.elector import Elector
@@ -128,14 +129,16 @@ class Session:
         self._cleanup.callback(self._standby.close)
 
     def _open_proxy(self) -> Callable[[], StoreAddress | None] | None:
-        """Workers' way to the store on this node; None: they go there themselves, as they do over TLS."""
+        """Workers' way to the store on this node; None: they go there themselves."""
         spec, store = self._spec, self._store
         if not (spec.has_store_proxy and spec.num_nodes > 1 and spec.num_local_workers > 1):
             return None
-        if not isinstance(store, TCPStore) or certificates_from_settings() is not None:
+        if not isinstance(store, TCPStore):
             return None
         address, standby = store.addresses
-        proxy = spawn_server(LOOPBACK, 0, self._token, linger_s=_LINGER_S, upstream=UpstreamAddress(*address, standby))
+        upstream = UpstreamAddress(*address, standby)
+        # A name that nobody guesses: another's would not know the token, but could keep workers from their store.
+        proxy = spawn_server(f"{UNIX}disttrain-{uuid4().hex}", 0, self._token, linger_s=_LINGER_S, upstream=upstream)
         self._cleanup.callback(proxy.close)
         # One that has ended, as when its server was gone for a while, is of no use to the next round.
         return lambda: (proxy.host, proxy.port) if proxy.is_running else None

@@ -57,8 +57,9 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setenv("DISTTRAIN_STORE_ENGINE", kind.removeprefix("proxy-"))
         token = new_token()
         behind = spawn_server("127.0.0.1", 0, token)
-        proxy = spawn_server("127.0.0.1", 0, token, upstream=UpstreamAddress("127.0.0.1", behind.port))
-        inner = TCPStore("127.0.0.1", proxy.port, timeout=LONG_S, token=token)
+        upstream = UpstreamAddress("127.0.0.1", behind.port)
+        proxy = spawn_server(f"@disttrain-{new_token()[:16]}", 0, token, upstream=upstream)
+        inner = TCPStore(proxy.host, proxy.port, timeout=LONG_S, token=token)
         servers += [proxy, behind]
     else:
         if kind == "tls":

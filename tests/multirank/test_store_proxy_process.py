@@ -10,14 +10,17 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from uuid import uuid4
 
 import psutil
 import pytest
 
-from disttrain.errors import StoreAuthError, StoreConnectionError, StoreError, StoreTimeoutError
-from disttrain.store import Following, ServerProcess, TCPStore, new_token, spawn_server
+from disttrain.errors import SettingError, StoreAuthError, StoreConnectionError, StoreError, StoreTimeoutError
+from disttrain.store import Certificates, Following, ServerProcess, TCPStore, new_token, spawn_server
 from disttrain.store.proxy.address import UpstreamAddress
 from disttrain.store.standby.elector import Elector
+from tests.surroundings.authority import Authority
 
 HOST = "127.0.0.1"
 TOKEN = new_token()
@@ -30,14 +33,19 @@ def server() -> Iterator[ServerProcess]:
         yield server
 
 
-@pytest.fixture
-def proxy(server: ServerProcess) -> Iterator[ServerProcess]:
-    with contextlib.closing(spawn_server(HOST, 0, TOKEN, upstream=UpstreamAddress(HOST, server.port))) as proxy:
+@pytest.fixture(params=["tcp", "unix"])
+def proxy(request: pytest.FixtureRequest, server: ServerProcess) -> Iterator[ServerProcess]:
+    host = HOST if request.param == "tcp" else a_name()
+    with contextlib.closing(spawn_server(host, 0, TOKEN, upstream=UpstreamAddress(HOST, server.port))) as proxy:
         yield proxy
 
 
+def a_name() -> str:
+    return f"@disttrain-{uuid4().hex}"
+
+
 def connect(server: ServerProcess, token: str | None = TOKEN) -> TCPStore:
-    return TCPStore(HOST, server.port, timeout=SOON_S, token=token)
+    return TCPStore(server.host, server.port, timeout=SOON_S, token=token)
 
 
 def num_connections(server: ServerProcess) -> int:
@@ -156,27 +164,71 @@ def test_a_link_that_breaks_is_made_anew_and_nothing_is_done_twice(server: Serve
         proxy.close()
 
 
-def test_a_standby_takes_over_behind_it() -> None:
-    leader = spawn_server(HOST, 0, TOKEN)
-    agent = connect(leader)
+def test_over_tls_what_it_says_is_secret_and_the_server_one_of_the_jobs(
+    server: ServerProcess, authority: Authority, tmp_path: Path
+) -> None:
+    secured = spawn_server(HOST, 0, TOKEN, certificates=authority.issue(asks_clients=True))
+    passed: list[bytes] = []
+    with contextlib.closing(Relay(secured.port, passed)) as relay:
+        upstream = UpstreamAddress(HOST, relay.port, timeout_s=SOON_S)
+        shown, own = authority.issue(), Certificates(str(authority.file))
+        proxy = spawn_server(a_name(), 0, TOKEN, upstream=upstream, certificates=shown)
+        # Workers have the files too, and need none.
+        clients = [
+            TCPStore(proxy.host, proxy.port, timeout=SOON_S, token=TOKEN, certificates=certificates)
+            for certificates in (None, shown, own)
+        ]
+        large = b"a secret" * (1 << 18)
+        clients[0].set("large", large)
+        assert clients[1].get("large") == large
+        relay.cut()
+        with ThreadPoolExecutor(3) as pool:
+            assert sorted(pool.map(lambda client: client.add("came", 1), clients)) == [1, 2, 3]
+            list(pool.map(lambda client: client.barrier("all", 3), clients))
+        assert sum(map(len, passed)) > 2 * len(large)
+        assert not any(b"a secret" in data or b"large" in data for data in passed)
+        for client in clients:
+            client.close()
+        proxy.close()
+        with pytest.raises(StoreAuthError, match="does not take us over TLS"):
+            spawn_server(a_name(), 0, TOKEN, upstream=upstream, certificates=own)
+        with pytest.raises(StoreAuthError, match="not one of the job's"):
+            spawn_server(a_name(), 0, TOKEN, upstream=upstream, certificates=Authority(tmp_path).issue())
+    with pytest.raises(StoreAuthError, match="does not speak TLS"):
+        spawn_server(a_name(), 0, TOKEN, upstream=UpstreamAddress(HOST, server.port), certificates=shown)
+    with pytest.raises(SettingError, match=r"'127\.0\.0\.1' is an address of a network"):
+        spawn_server(HOST, 0, TOKEN, upstream=upstream, certificates=shown)
+    secured.close()
+
+
+@pytest.mark.parametrize("is_secured", [False, True], ids=["plain", "tls"])
+def test_a_standby_takes_over_behind_it(authority: Authority, is_secured: bool) -> None:
+    certificates = authority.issue() if is_secured else None
+    leader = spawn_server(HOST, 0, TOKEN, certificates=certificates)
+    agent = TCPStore(HOST, leader.port, timeout=SOON_S, token=TOKEN, certificates=certificates)
     elector = Elector(agent)
     elector.start()
-    standby = spawn_server(HOST, 0, TOKEN, following=Following(HOST, leader.port, HOST, 3.0))
+    following = Following(HOST, leader.port, HOST, 3.0)
+    standby = spawn_server(HOST, 0, TOKEN, following=following, certificates=certificates)
     until_s = time.monotonic() + SOON_S
     while agent.addresses[1] != (HOST, standby.port):
         assert time.monotonic() < until_s
         agent.add("asked", 1)
         time.sleep(0.01)
-    proxy = spawn_server(HOST, 0, TOKEN, upstream=UpstreamAddress(HOST, leader.port))
-    clients = [connect(proxy) for _ in range(3)]
+    proxy = spawn_server(a_name(), 0, TOKEN, upstream=UpstreamAddress(HOST, leader.port), certificates=certificates)
+    clients = [connect(proxy) for _ in range(5)]
     clients[0].set("before", "1")
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(3) as pool:
         waiting = pool.submit(clients[1].get, "after")
+        meeting = [pool.submit(client.barrier, "three", 3) for client in clients[3:]]
         time.sleep(0.1)
         os.kill(leader.pid, signal.SIGKILL)
         assert clients[0].get("before") == b"1"
         clients[2].set("after", "2")
         assert waiting.result(SOON_S) == b"2"
+        clients[0].barrier("three", 3)
+        for future in meeting:
+            future.result(SOON_S)
     for client in clients:
         client.close()
     elector.close()
@@ -185,10 +237,11 @@ def test_a_standby_takes_over_behind_it() -> None:
 
 
 class Relay:
-    """Passes bytes on to the server, until the connections are cut."""
+    """Passes bytes on to the server, until the connections are cut; `passed` gets them all."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, passed: list[bytes] | None = None) -> None:
         self._to = port
+        self._passed = passed
         self._listener = socket.create_server((HOST, 0))
         self.port = self._listener.getsockname()[1]
         self._open: list[socket.socket] = []
@@ -217,5 +270,7 @@ class Relay:
         with contextlib.suppress(OSError), one:
             while data := one.recv(1 << 16):
                 other.sendall(data)
+                if self._passed is not None:
+                    self._passed.append(data)
         with contextlib.suppress(OSError):
             other.shutdown(socket.SHUT_RDWR)

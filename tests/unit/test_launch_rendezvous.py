@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -34,7 +33,6 @@ from disttrain_launch.rendezvous.node0 import Leader, Pulse
 from disttrain_launch.rendezvous.restarts import Again, GiveUp, Restarts
 from disttrain_launch.rendezvous.rounds import Node, Phase, Place, Terms, choose_group_ranks, name_nodes
 from disttrain_launch.rendezvous.state import Command, NodeLost, Rendezvous, Tell, TimePassed, Warn
-from disttrain_launch.rendezvous.sweeping import Sweeper
 from disttrain_launch.workers.outcome import Changed, Failed, Interrupted, Lost, Outcome, Requeued, Succeeded
 from tests.state_machines.rendezvous import failed
 
@@ -169,20 +167,6 @@ def test_a_newcomer_that_is_held_is_watched_and_may_be_lost_as_well() -> None:
     assert told == [Tell("again", Done(Lost(silent)))]
     assert (machine.agents, machine.deadline_s) == (["agent-1"], None)
     assert machine.handle(Came(node(1, 2, agent="again")), 10.0) == []
-
-
-def test_what_old_rounds_left_in_the_store_goes() -> None:
-    store = HashStore()
-    kept = {"round-1/job/1/a", "round-2/job/1/a", "round-10/job/1/a", "mine"}
-    for key in {"round-0/job/1/a", "round-0/job/2/b", *kept}:
-        store.set(key, "")
-    sweeper = Sweeper(lambda: nullcontext(store))
-    for number in range(3):
-        sweeper.begun(number)
-    until_s = time.monotonic() + 10.0
-    while set(store.list_keys()) != kept and time.monotonic() < until_s:
-        time.sleep(0.001)  # a sweep tells nobody
-    assert set(store.list_keys()) == kept
 
 
 def test_a_failure_since_a_node_is_gone_counts_as_its_loss() -> None:

@@ -13,6 +13,8 @@ import pytest
 
 from disttrain.errors import RendezvousError
 from disttrain.process_group.joining.rendezvous import RendezvousInfo, join
+from disttrain.process_group.watching.comparing import look_for_gone
+from disttrain.process_group.watching.departures import RANKS_PER_PAGE, members_left, say_left
 from disttrain.process_group.watching.roll_call import absent_text
 from disttrain.store import HashStore
 from disttrain.store.attendance import once
@@ -153,3 +155,32 @@ def test_runs_say_what_the_ranks_were() -> None:
     assert in_words([]) == ""
     assert in_words([0, 2, 3, 5, 6, 7, 9]) == "0, 2, 3, 5-7, 9"
     assert in_words(range(0, 1000, 2)).endswith(", 398 and 300 more")
+
+
+@pytest.mark.parametrize("num_ranks", [256, 4096])
+def test_who_leaves_writes_no_more_the_more_ranks_have_left(num_ranks: int) -> None:
+    store = CountingStore()
+    for rank in range(num_ranks - 1):
+        say_left(store, rank, {"world": 7, "dp": rank % 5})
+    assert sum(store.asked.values()) <= 2.1 * num_ranks
+    pages = store.list_keys("left/")
+    assert max(len(store.get(page)) for page in pages) <= RANKS_PER_PAGE * 64
+    assert len(store.get("left")) <= 5 * num_ranks // RANKS_PER_PAGE
+
+    def group(name: str, ranks: range) -> Any:
+        return SimpleNamespace(
+            world=SimpleNamespace(store=store), group_name=name, ranks=ranks, group_size=len(ranks), ended_by=[],
+            find_reason=lambda: "", end=ended.append,
+        )  # fmt: skip
+
+    ended: list[str] = []
+    world = group("world", range(num_ranks))
+    assert members_left(world) == dict.fromkeys(range(num_ranks - 1), 7)
+    assert members_left(group("dp", range(3, num_ranks, num_ranks // 4))) == {
+        rank: rank % 5 for rank in range(3, num_ranks, num_ranks // 4) if rank < num_ranks - 1
+    }
+    # A rank that waits reads as much as it takes to find one that cannot come, however many have left.
+    store.asked.clear()
+    look_for_gone(world, 8)
+    assert "rank 0 has left the job after sequence 7" in ended[0]
+    assert dict(store.asked) == {"CHECK": 1, "GET": 1, "MULTI_GET": 1}

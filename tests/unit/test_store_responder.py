@@ -106,3 +106,28 @@ def test_an_answer_that_came_late_is_cleared() -> None:
     for member in members:
         member.close()
     store.close()
+
+
+@pytest.mark.parametrize("num_groups", [20, 200])
+def test_notices_that_are_settled_do_not_add_up(num_groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(responder, "MAX_PAGE_BYTES", 200)
+    store = HashStore(20.0)
+    members = [Responder(store, "job", rank, str.encode, lambda notice: False) for rank in range(2)]
+    kept = b"for all times"
+    assert members[0].tell(kept, "kept")
+    for number in range(num_groups):
+        teller = members[number % 2]
+        assert teller.tell(b"connect %d" % number, f"connect/{number}")
+        members[1 - number % 2].settle(f"connect/{number}")  # another's
+        assert store.check([f"job/notice/connect/{number}"])
+        teller.settle(f"connect/{number}")
+        if number % 10 == 9:  # both have read all by then
+            assert len(teller.ask([0, 1], 20.0)) == 2
+    assert sum(map(len, map(store.get, store.list_keys("job/board")))) < 1000
+    assert store.list_keys("job/notice/") == ["job/notice/kept"]
+    heard: list[bytes] = []
+    late = Responder(store, "job", 2, str.encode, lambda notice: not heard.append(notice))
+    assert len(members[0].ask([2], 20.0)) == 1
+    assert heard == [kept]
+    for member in (*members, late):
+        member.close()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from disttrain.store.connection.dial import Dialer
 from disttrain.store.protocol.handshake import ServerHandshake, SessionGoneError, to_address
 from disttrain.store.protocol.sessions import ASLEEP_S, SESSION_S
-from disttrain.store.protocol.wire import NEWS, NOT_A_REQUEST, Decoder, Op, Status, encode
+from disttrain.store.protocol.wire import NEWS, NOT_A_REQUEST, PROTOCOL_VERSION, Decoder, Op, Status, encode
 from disttrain.store.serving.hub import Hub
 from disttrain.store.standby.follower import Follower, Following
 from disttrain.store.standby.journal import FRESH
@@ -204,7 +204,7 @@ NEW_OPS = st.sampled_from([Op.FOLLOW, Op.ACK, Op.ELECT, Op.CANCEL, Op.LEAVE])
 )
 def test_whatever_a_client_says_about_standbys_the_hub_goes_on(requests: list[Any]) -> None:
     hub = Hub(None)
-    answer = [3, b"", b"", b"", 0]
+    answer = [PROTOCOL_VERSION, b"", b"", b"", 0]
     for connection in (FOLLOWER, 2, 3):
         hub.connected(connection, 0.0)
         hub.received(connection, encode(answer), 0.0)

@@ -25,7 +25,7 @@ import msgpack
 from disttrain.checkpoint.memory.peer_memory import NodeMemory
 from disttrain.settings import CHECKPOINT_TIMEOUT_S, MASTER_ADDR
 from disttrain.store import Store, new_token
-from disttrain.store.connection.addresses import outward_address, own_address
+from disttrain.store.connection.addresses import is_unix, outward_address, own_address
 from disttrain.store.protocol.auth import NONCE_BYTES, client_proof, new_nonce, same, server_proof
 
 PUT, READ = "put", "read"
@@ -226,7 +226,10 @@ def _host(store: Store | None) -> str:
         return "127.0.0.1"
     host = getattr(store, "host", None)
     # What is said to be the master's address is the server's, if there is one.
-    return outward_address() if host is None else own_address(MASTER_ADDR.read() or host)
+    if host is None:
+        return outward_address()
+    master = MASTER_ADDR.read() or str(host)
+    return outward_address() if is_unix(master) else own_address(master)
 
 
 def _check(answer: Sequence[Any]) -> None:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, TypeVar
 from disttrain.checkpoint.saving.assembly import Assembly, Codec
 from disttrain.process_group import ProcessGroup, World, current_world, is_initialized
 from disttrain.process_group.calls.packing import pack, unpack
-from disttrain.process_group.watching.comparing import ask_members, members_left
+from disttrain.process_group.watching.comparing import ask_members
+from disttrain.process_group.watching.departures import members_left
 from disttrain.store import PrefixStore, Store
 
 Part = TypeVar("Part")

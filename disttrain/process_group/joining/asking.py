@@ -20,4 +20,15 @@ def ask_to_connect(group: GroupLike, device_type: str) -> None:
             "timeout_s": group.timeout_s,
             "device_type": device_type,
         }
-        witness.tell(json.dumps(request).encode(), f"connect/{group.group_name}/{device_type}")
+        witness.tell(json.dumps(request).encode(), _name(group, device_type))
+
+
+def ask_no_more(group: GroupLike, device_type: str) -> None:
+    """`group` is connected, and so every member has come to that: where this one has asked, nobody need hear it now."""
+    witness = group.world.witness
+    if witness is not None:
+        witness.settle(_name(group, device_type))
+
+
+def _name(group: GroupLike, device_type: str) -> str:
+    return f"connect/{group.group_name}/{device_type}"

@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from disttrain.errors import StoreError
+from disttrain.process_group.watching.departures import pages_left, say_left
 from disttrain.process_group.watching.fingerprint import Fields, find_mismatch
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class Comparing:
             return  # A child that was forked off is no rank.
         come_to = {group.group_name: group.sequence for group in self._world.groups if group.sequence}
         with suppress(StoreError):
-            self._world.store.append("left", json.dumps([self._world.rank, come_to]) + "\n")
+            say_left(self._world.store, self._world.rank, come_to)
 
     def answer(self, about: str) -> bytes:
         """This rank's answer to the question of another."""
@@ -153,19 +154,13 @@ class Comparing:
 
 def look_for_gone(group: GroupLike, sequence: int) -> None:
     """End `group` where a member has left the job that has not come to this collective. Raises StoreError."""
-    gone = {rank: come_to for rank, come_to in members_left(group).items() if come_to < sequence}
-    # Who refused a call and left said so first, and that is the reason.
-    if gone and not group.find_reason():
-        group.end(f"not every rank came, nor can: {left_text(gone)}.")
-
-
-def members_left(group: GroupLike) -> dict[int, int]:
-    """Members that have left the job, each with the last collective of `group` that it came to."""
-    store = group.world.store
-    if not store.check(["left"]):
-        return {}
-    lines = [json.loads(line) for line in store.get("left").splitlines()]
-    return {rank: come_to.get(group.group_name, 0) for rank, come_to in lines if rank in group.ranks}
+    for page in pages_left(group):
+        gone = {rank: come_to for rank, come_to in page.items() if come_to < sequence}
+        if gone:
+            # Who refused a call and left said so first, and that is the reason.
+            if not group.find_reason():
+                group.end(f"not every rank came, nor can: {left_text(gone)}.")
+            return
 
 
 def ask_members(

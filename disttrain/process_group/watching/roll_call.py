@@ -13,7 +13,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from disttrain.errors import StoreError
-from disttrain.process_group.watching.comparing import Answer, ask_members, left_text, members_left, mismatch
+from disttrain.process_group.watching.comparing import Answer, ask_members, left_text, mismatch
+from disttrain.process_group.watching.departures import members_left
 from disttrain.store.rank_runs import is_among, to_runs
 
 if TYPE_CHECKING:

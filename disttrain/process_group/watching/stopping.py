@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from disttrain.errors import StoreError, StoreTimeoutError
-from disttrain.process_group.watching.comparing import members_left
+from disttrain.process_group.watching.departures import members_left
 
 if TYPE_CHECKING:
     from disttrain.process_group.interfaces import GroupLike, WorldLike

@@ -4,6 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from typing import Final
+
+UNIX: Final = "@"
+"""A host that begins with it names a socket of this machine's kernel (unix(7), abstract); its port is 0."""
+
+
+def is_unix(host: str) -> bool:
+    """True for the address of a socket that only processes of this machine reach, without a network."""
+    return host.startswith(UNIX)
+
+
+def unix_path(host: str) -> str:
+    """The address of such a socket as the kernel has it."""
+    return "\0" + host.removeprefix(UNIX)
 
 
 def lookup_name(host: str) -> str | bytes:

@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from disttrain.errors import SettingError, StoreAuthError, StoreConnectionError, StoreError, StoreLimitError
-from disttrain.store.connection.addresses import lookup_name
+from disttrain.store.connection.addresses import is_unix, lookup_name, unix_path
 from disttrain.store.connection.keepalive import set_options
 from disttrain.store.protocol.handshake import ClientHandshake, SessionGoneError, to_address
 from disttrain.store.protocol.wire import HANDSHAKE_FRAME_BYTES, NEWS, Address, Decoder, Message, WireError, encode
@@ -151,7 +151,8 @@ class Dialer:
         connection = _connected(address, deadline_s)
         try:
             set_options(connection)
-            if self._tls is None:
+            # What a kernel passes from one of its processes to another goes over no network.
+            if self._tls is None or is_unix(address[0]):
                 return self._shake_hands(connection, b"", deadline_s)
             return self._shake_hands(*self._tls.secure(connection, deadline_s, self.where), deadline_s)
         except BaseException as error:
@@ -183,6 +184,15 @@ class Dialer:
 
 def _connected(address: Address, deadline_s: float) -> socket.socket:
     host, port = address
+    if is_unix(host):
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.settimeout(_remaining(deadline_s))
+            connection.connect(unix_path(host))
+        except BaseException:
+            connection.close()
+            raise
+        return connection
     try:
         return socket.create_connection(
             (lookup_name(host), port),  # type: ignore[arg-type] # it looks the host up, and no more

@@ -54,6 +54,7 @@ class Parking:
         self._of: dict[int, dict[int, Parked]] = {}
         self._deadlines: list[tuple[float, int, Parked]] = []
         self._sequence = itertools.count()
+        self._num_more: dict[str, int] = {}
 
     @property
     def next_deadline_s(self) -> float | None:
@@ -68,6 +69,8 @@ class Parking:
         self.num_parked += 1
         for name in parked.names:
             parked.stand_under(name)
+        if parked.op is Op.BARRIER and parked.argument[1] > 1:
+            self._num_more[parked.name] = self._num_more.get(parked.name, 0) + parked.argument[1] - 1
         heapq.heappush(self._deadlines, (now_s + parked.timeout_s, next(self._sequence), parked))
         if len(self._deadlines) > 2 * self.num_parked + _HEAP_SLACK:
             self._deadlines = [entry for entry in self._deadlines if entry[2].live]
@@ -77,9 +80,17 @@ class Parking:
         """The request waits no longer."""
         parked.live = False
         self.num_parked -= 1
+        if parked.op is Op.BARRIER and parked.argument[1] > 1:
+            self._num_more[parked.name] -= parked.argument[1] - 1
+            if not self._num_more[parked.name]:
+                del self._num_more[parked.name]
         _discard(self._of, parked.connection, parked.request_id)
         for name in parked.names:
             _discard(parked.table, name, parked)
+
+    def num_at(self, name: str, barriers: Table) -> int:
+        """The number of members that wait at a barrier; one request may be for several."""
+        return len(barriers.get(name, ())) + self._num_more.get(name, 0)
 
     def of(self, connection: int) -> list[Parked]:
         """The requests of `connection` that wait."""

@@ -6,6 +6,7 @@ first: the last missing key, a change, the barrier's last member, a value in the
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -69,6 +70,8 @@ class StoreState:
             Op.QUEUE_POP: (self._queues.pop, 2),
             Op.QUEUE_LEN: (self._queues.length, 1),
             Op.WATCH: (self._watch, 3),
+            Op.ADD_EACH: (self._add_each, 2),
+            Op.BARRIER_EACH: (self._barrier_each, 4),
         }
 
     @property
@@ -179,6 +182,16 @@ class StoreState:
         self._store(key, b"%d" % total)
         return total
 
+    def _add_each(self, key: str, amounts: list[int]) -> list[int]:
+        self._check_key(key)
+        if type(amounts) is not list or not amounts or any(type(amount) is not int for amount in amounts):
+            refuse("add_each takes a list of ints.")
+        totals = list(itertools.accumulate(amounts, initial=counter(key, self._values.get(key, b"0"))))[1:]
+        if not -INT64_MAX - 1 <= min(totals) <= max(totals) <= INT64_MAX:
+            raise Refusal(Status.APART, overflow_text(key))
+        self._store(key, b"%d" % totals[-1])
+        return totals
+
     def _append(self, key: str, value: bytes) -> None:
         self._check_key(key)
         self._check_value(key, value)
@@ -257,17 +270,26 @@ class StoreState:
         return Parked(Op.WATCH, self._waiting, {key}, timeout_s, seen) if value == seen else value
 
     def _barrier(self, name: str, num_members: int, timeout_s: float) -> Parked | None:
+        return self._barrier_each(name, num_members, timeout_s, 1)
+
+    def _barrier_each(self, name: str, num_members: int, timeout_s: float, num_together: int) -> Parked | None:
         self._check_key(name)
         if type(num_members) is not int or num_members < 1:
             refuse(f"barrier {name!r} needs at least one member, as an int.")
         timeout_s = checked_timeout(timeout_s)
+        if type(num_together) is not int or num_together < 1:
+            refuse(f"those that come together to barrier {name!r} are at least one, as an int.")
         members = self._barriers.get(name, {})
         for first in members:
-            if first.argument != num_members:
-                refuse(mismatch_text(name, num_members, first.argument))
+            if first.argument[0] != num_members:
+                refuse(mismatch_text(name, num_members, first.argument[0]))
             break
-        if len(members) + 1 < num_members:
-            return Parked(Op.BARRIER, self._barriers, {name}, timeout_s, num_members)
+        num_came = self._parking.num_at(name, self._barriers) + num_together
+        if num_came < num_members:
+            return Parked(Op.BARRIER, self._barriers, {name}, timeout_s, [num_members, num_together])
+        if num_came > num_members:
+            # Some of them complete it, and the others wait for the next ones to come.
+            raise Refusal(Status.APART, f"{num_came} came to barrier {name!r} of {num_members} members.")
         for parked in list(members):
             self._answer(parked, None)
         return None
@@ -342,7 +364,8 @@ class StoreState:
 
     def _timeout_text(self, parked: Parked) -> str:
         if parked.op is Op.BARRIER:
-            return barrier_text(parked.name, len(self._barriers[parked.name]), parked.argument, parked.timeout_s)
+            num_came = self._parking.num_at(parked.name, self._barriers)
+            return barrier_text(parked.name, num_came, parked.argument[0], parked.timeout_s)
         if parked.op is Op.WATCH:
             return watch_text(parked.name, parked.timeout_s)
         if parked.op in (Op.QUEUE_PUSH, Op.QUEUE_POP):

@@ -18,7 +18,7 @@ import msgpack
 
 from disttrain.errors import StoreError
 
-PROTOCOL_VERSION: Final = 3
+PROTOCOL_VERSION: Final = 4
 HEADER_BYTES: Final = 4
 HANDSHAKE_FRAME_BYTES: Final = 512
 """Largest frame that either side accepts before both have proved that they know the token."""
@@ -32,6 +32,9 @@ NOT_A_REQUEST: Final = -1
 
 NEWS: Final = -2
 """The request_id of what a server says unasked: [NEWS, OK, the standby's [host, port] or None]."""
+
+COUNTED: Final = -3
+"""The request_id of a server's word that a BARRIER_EACH waits: [COUNTED, OK, its request_id]; nobody need hear it."""
 
 Address = tuple[str, int]
 """Host and port."""
@@ -67,6 +70,8 @@ class Op(IntEnum):
     FOLLOW = 20  # host, port, patience_s: be told all that changes, as the standby at this address
     ACK = 21  # num_entries, beat: how many entries have been applied; no reply
     ELECT = 22  # for_leader, for_standby: an elector and its sides; [term, asks], see `succession`
+    ADD_EACH = 23  # key, amounts: of clients that ask together, by a proxy; the total after each
+    BARRIER_EACH = 24  # name, num_members, timeout_s, num_together: so many come together, by a proxy
 
 
 READING: Final = frozenset(
@@ -86,6 +91,8 @@ class Status(IntEnum):
     EMPTY = 4
     GONE = 5
     STANDBY = 6
+    APART = 7
+    """Nothing was done: those that asked together have to ask each on its own."""
 
 
 class WireError(StoreError):

@@ -2,7 +2,8 @@
 
 For a hub it stands where `StoreState` stands otherwise; all requests are parked until the server has answered. The
 order of requests stays what it was, so that the results are those of the same requests in that order at the server.
-Equal requests that read, and follow each other without a change between them, go as one.
+Equal requests whose result is the same for all, and that follow each other without another change between them, go as
+one; so do adds to one counter, and arrivals at one barrier (see `gathering`).
 
 A client that is cut off may come back and repeat a request: what is under way and changes something is kept for it,
 unless the server says that it had to wait and is forgotten.
@@ -17,56 +18,15 @@ from typing import Any, Final
 from disttrain.store.protocol.limits import Limits
 from disttrain.store.protocol.sessions import MAX_REPLIES, Session
 from disttrain.store.protocol.state import Outgoing, StoreState
-from disttrain.store.protocol.wire import READING, Encoder, Message, Op, Status
+from disttrain.store.protocol.wire import COUNTED, READING, Encoder, Message, Op, Status
+from disttrain.store.proxy.gathering import Gathering, body_of, key_of
+from disttrain.store.proxy.requests import MERGEABLE, WAITING, Key, Request, Sent
 
-_WAITING: Final = frozenset(
-    (Op.GET, Op.WAIT, Op.MULTI_GET, Op.WATCH, Op.BARRIER, Op.QUEUE_PUSH, Op.QUEUE_POP),
-)
-"""Operations that may have to wait at the server, and so be cancelled there."""
-_LONG: Final = frozenset((Op.WAIT, Op.WATCH, Op.BARRIER, Op.QUEUE_PUSH, Op.QUEUE_POP))
-"""Operations that mostly wait; of these the others do not wait for answers."""
 _NUM_ARGUMENTS: Final = {
     Op.SET: 2, Op.GET: 2, Op.ADD: 2, Op.APPEND: 2, Op.COMPARE_SET: 3, Op.CHECK: 1, Op.WAIT: 2, Op.DELETE_KEY: 1,
     Op.NUM_KEYS: 0, Op.MULTI_GET: 2, Op.MULTI_SET: 2, Op.BARRIER: 3, Op.LIST_KEYS: 1, Op.QUEUE_PUSH: 4,
-    Op.QUEUE_POP: 2, Op.QUEUE_LEN: 1, Op.WATCH: 3,
+    Op.QUEUE_POP: 2, Op.QUEUE_LEN: 1, Op.WATCH: 3, Op.ADD_EACH: 2, Op.BARRIER_EACH: 4,
 }  # fmt: skip
-
-
-class _Request:
-    """A client's request under way; `connection` None: its client is cut off, and `session` keeps the answer."""
-
-    __slots__ = ("connection", "message", "op", "request_id", "sent", "session")
-
-    def __init__(self, connection: int, message: Message) -> None:
-        self.connection: int | None = connection
-        self.message = message
-        self.request_id: int = message[0]
-        self.op: int = message[1]
-        self.session: Session | None = None
-        self.sent: _Sent | None = None
-
-
-class _Sent:
-    """A request to the server, for one or more of clients; `was_sent` on whatever link."""
-
-    __slots__ = ("body", "cancelled", "number", "requests", "was_sent")
-
-    def __init__(self, number: int, body: list[Any], requests: list[_Request], cancelled: _Sent | None = None) -> None:
-        self.number = number
-        self.body = body
-        self.requests = requests
-        self.cancelled = cancelled
-        self.was_sent = False
-
-    @property
-    def is_change(self) -> bool:
-        """True for what changes something at once."""
-        return self.body[0] not in READING and self.body[0] not in _WAITING
-
-    @property
-    def is_prompt(self) -> bool:
-        """True for what the server mostly answers at once."""
-        return self.body[0] not in _LONG
 
 
 class Forwarding:
@@ -85,16 +45,15 @@ class Forwarding:
         self._refusing = StoreState(limits)
         self._encode = Encoder().encode
         self._number = 0
-        self._under_way: dict[int, dict[int, _Request]] = {}
-        self._orphans: dict[tuple[bytes, int], _Request] = {}
-        self._sent: dict[int, _Sent] = {}
-        self._unsent: deque[_Sent] = deque()
+        self._under_way: dict[int, dict[int, Request]] = {}
+        self._orphans: dict[tuple[bytes, int], Request] = {}
+        self._sent: dict[int, Sent] = {}
+        self._unsent: deque[Sent] = deque()
+        self._gathering = Gathering()
         self._num_changing = 0
         self._num_prompt = 0
-        self._mergeable: dict[bytes, _Sent] = {}
+        self._mergeable: dict[bytes, Sent] = {}
         self._refused: list[Outgoing] = []
-        self.wake: Callable[[], object] = lambda: None
-        """Called when there is something to send, and was nothing before."""
 
     @property
     def num_parked(self) -> int:
@@ -108,8 +67,8 @@ class Forwarding:
 
     @property
     def has_unsent(self) -> bool:
-        """True while something is to be sent."""
-        return bool(self._unsent)
+        """True while something may be sent."""
+        return bool(self._unsent or self._gathering.ready) and self._num_changing < self.most_changing
 
     @property
     def awaits_answers(self) -> bool:
@@ -138,19 +97,20 @@ class Forwarding:
                 orphan.connection = connection
                 self._under_way.setdefault(connection, {})[orphan.request_id] = orphan
                 return []
-        under_way = _Request(connection, request)
+        under_way = Request(connection, request)
         self._under_way.setdefault(connection, {})[under_way.request_id] = under_way
         self._send(under_way)
         return []
 
     def cut(self, connection: int, session: Session) -> None:
         """The client on `connection` is cut off; perhaps it comes back."""
+        self._send_gathered(connection, None)
         for request in self._under_way.pop(connection, {}).values():
             request.connection = None
             if request.op not in READING:
                 request.session = session
                 self._orphans[session.name, request.request_id] = request
-            if request.op in _WAITING:
+            if request.op in WAITING:
                 self._give_up(request)
 
     def disconnect(self, connection: int) -> None:
@@ -166,7 +126,9 @@ class Forwarding:
         """What is to be sent to the server since this was called last."""
         self._mergeable.clear()
         frames = []
-        while self._unsent and self._num_changing < self.most_changing:
+        while self.has_unsent:
+            if not self._unsent:
+                self._together(self._gathering.take_ready())
             sent = self._unsent.popleft()
             frame = self._encode([sent.number, *sent.body])
             if len(frame) > self.frame_bytes:
@@ -192,30 +154,49 @@ class Forwarding:
     def answered(self, message: Message) -> list[Outgoing]:
         """The server's answer to one request: the replies to those of clients."""
         number, status, value = message
+        if number == COUNTED:
+            return self._counted(self._sent.get(value))
         sent = self._sent.get(number)
         return [] if sent is None else self._answer(sent, status, value)
 
-    def _send(self, request: _Request) -> None:
+    def _send(self, request: Request) -> None:
         body = request.message[1:]
-        if request.op in READING:
-            key = self._encode(body)
-            sent = self._mergeable.get(key)
-            if sent is not None:
+        key = key_of(request)
+        assert request.connection is not None
+        self._send_gathered(request.connection, key)
+        if key is not None:
+            self._gathering.add(key, request, request.connection)
+        elif request.op in MERGEABLE:
+            equal = self._encode(body)
+            sent = self._mergeable.get(equal)
+            if sent is None:
+                self._mergeable[equal] = self._new(body, [request])
+            else:
                 sent.requests.append(request)
                 request.sent = sent
-                return
-            self._mergeable[key] = request.sent = self._new(body, [request])
         else:
+            self._new(body, [request])
+
+    def _send_gathered(self, connection: int, key: Key | None) -> None:
+        """What this connection has asked goes before its next request, of `key`, unless they go together."""
+        if behind := self._gathering.before(connection, key):
+            self._together(behind)
+
+    def _together(self, requests: list[Request]) -> Sent:
+        """Those that were gathered go as one."""
+        key = key_of(requests[0])
+        assert key is not None
+        sent = self._new(body_of(requests), requests)
+        self._gathering.goes(key, sent)
+        return sent
+
+    def _new(self, body: list[Any], requests: list[Request]) -> Sent:
+        if body[0] not in READING:
             # What follows may read what this changes.
             self._mergeable.clear()
-            request.sent = self._new(body, [request])
-
-    def _new(self, body: list[Any], requests: list[_Request], cancelled: _Sent | None = None) -> _Sent:
         self._number += 1
-        sent = self._sent[self._number] = _Sent(self._number, body, requests, cancelled)
+        sent = self._sent[self._number] = Sent(self._number, body, requests)
         self._unsent.append(sent)
-        if len(self._unsent) == 1:
-            self.wake()
         return sent
 
     def _cancel(self, connection: int, request: Message) -> list[Outgoing]:
@@ -223,41 +204,58 @@ class Forwarding:
         target = self._under_way.get(connection, {}).get(request[2]) if type(request[2]) is int else None
         if target is None:
             return [(connection, [request[0], int(Status.OK), False])]
-        if target.op not in _WAITING:
-            # It cannot be undone; nobody hears the answer.
-            del self._under_way[connection][target.request_id]
-            target.connection = None
-            return [(connection, [request[0], int(Status.OK), False])]
         del self._under_way[connection][target.request_id]
         target.connection = None
-        canceller = _Request(connection, request)
+        if target.op not in WAITING:
+            # It cannot be undone; nobody hears the answer.
+            return [(connection, [request[0], int(Status.OK), False])]
+        canceller = Request(connection, request)
         if self._give_up(target, canceller):
             self._under_way[connection][canceller.request_id] = canceller
             return []
         return [(connection, [request[0], int(Status.OK), True])]
 
-    def _give_up(self, request: _Request, canceller: _Request | None = None) -> bool:
+    def _give_up(self, request: Request, canceller: Request | None = None) -> bool:
         """Nobody waits for `request` any more. True where the server has to be told."""
+        cancellers = [] if canceller is None else [canceller]
         sent = request.sent
-        assert sent is not None
-        if any(other.connection is not None for other in sent.requests):
+        if sent is None:
+            key = key_of(request)
+            assert key is not None
+            sent = self._together(self._gathering.take(key))
+        if sent.cancel is not None:
+            sent.cancel.requests += cancellers
+            return True
+        # Of those at a barrier the others come to it anew: each of them counts there.
+        if request.op != Op.BARRIER and any(other.connection is not None for other in sent.requests):
             return False
         self._mergeable.clear()
-        self._new([int(Op.CANCEL), sent.number], [] if canceller is None else [canceller], sent)
+        sent.cancel = self._new([int(Op.CANCEL), sent.number], cancellers)
+        sent.cancel.cancelled = sent
         return True
 
-    def _answer(self, sent: _Sent, status: int, value: Any) -> list[Outgoing]:
-        del self._sent[sent.number]
-        self._num_prompt -= sent.was_sent and sent.is_prompt
-        if sent.was_sent and sent.is_change:
-            self._num_changing -= 1
-            if self._num_changing == self.most_changing - 1 and self._unsent:
-                self.wake()
+    def _counted(self, sent: Sent | None) -> list[Outgoing]:
+        """The server has counted who comes to a barrier."""
+        if sent is None:
+            return []
+        self._gathering.seen(sent)
+        # Those of another proxy, which waits for this word, too.
+        others = [request for request in sent.requests if request.op == Op.BARRIER_EACH]
+        counted = [COUNTED, int(Status.OK)]
+        return [(one.connection, [*counted, one.request_id]) for one in others if one.connection is not None]
+
+    def _answer(self, sent: Sent, status: int, value: Any) -> list[Outgoing]:
+        self._over(sent)
         if sent.cancelled is not None and value is True:
             self._forgotten(sent.cancelled)
+        if status == Status.APART and sent.key is not None:
+            self._apart(sent)
+            return []
+        is_each = sent.body[0] == Op.ADD_EACH and sent.key is not None and status == Status.OK
+        values = value if is_each else [value] * len(sent.requests)
         replies = []
-        for request in sent.requests:
-            reply = [request.request_id, status, value]
+        for request, own in zip(sent.requests, values, strict=True):
+            reply = [request.request_id, status, own]
             if request.connection is not None:
                 self._under_way[request.connection].pop(request.request_id, None)
                 replies.append((request.connection, reply))
@@ -266,12 +264,29 @@ class Forwarding:
                 request.session.keep(reply)
         return replies
 
-    def _forgotten(self, sent: _Sent) -> None:
+    def _over(self, sent: Sent) -> None:
+        """The server has to do with it no more."""
+        del self._sent[sent.number]
+        self._gathering.seen(sent)
+        if sent.was_sent:
+            self._num_prompt -= sent.is_prompt
+            self._num_changing -= sent.is_change
+
+    def _forgotten(self, sent: Sent) -> None:
         """The server waits no longer for the sake of these, and has done nothing."""
-        if self._sent.pop(sent.number, None) is not None:
-            self._num_prompt -= sent.was_sent and sent.is_prompt
+        if self._sent.get(sent.number) is not sent:
+            return
+        self._over(sent)
         for request in sent.requests:
-            if request.connection is not None:  # its client has come back meanwhile
+            if request.connection is not None:  # it waits on, or its client has come back meanwhile
                 self._send(request)
+            elif request.session is not None:
+                self._orphans.pop((request.session.name, request.request_id), None)
+
+    def _apart(self, sent: Sent) -> None:
+        """The server has done nothing for these together: each is asked on its own, but who waits no longer."""
+        for request in sent.requests:
+            if request.connection is not None or request.op not in WAITING:
+                self._new(request.message[1:], [request])
             elif request.session is not None:
                 self._orphans.pop((request.session.name, request.request_id), None)

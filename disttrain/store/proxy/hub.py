@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Final, cast
 
 from disttrain.store.protocol.limits import Limits
 from disttrain.store.protocol.sessions import Session
@@ -13,6 +13,8 @@ from disttrain.store.proxy.forwarding import Forwarding
 from disttrain.store.serving.hub import Hub
 from disttrain.store.standby.journal import Action
 
+_LONG_AGO_S: Final = float("-inf")
+
 
 class ProxyHub(Hub):
     """See `Hub`; `forwarding` has what is to be sent to the server."""
@@ -21,19 +23,14 @@ class ProxyHub(Hub):
         super().__init__(token, limits)
         self.forwarding = Forwarding(limits, self._client)
         self.send: Callable[[float], object] = lambda now_s: None
-        """Called with the time when there is something to send, and was nothing before."""
-        self._is_receiving = False
-        self.forwarding.wake = self._wake
+        """Called with the time when there is something to send; also where there was before."""
         # It has the methods of a state that a hub calls for clients; nobody follows a proxy.
         self.state = cast(StoreState, self.forwarding)
 
     def received(self, connection: int, data: bytes, now_s: float) -> list[Action]:
         """See `Hub.received`; all that has come in `data` is sent on together."""
-        had_unsent = self.forwarding.has_unsent
-        self._is_receiving = True
         actions = super().received(connection, data, now_s)
-        self._is_receiving = False
-        if self.forwarding.has_unsent and not had_unsent:
+        if self.forwarding.has_unsent:
             self.send(now_s)
         return actions
 
@@ -45,18 +42,19 @@ class ProxyHub(Hub):
             if self._sessions.resume(peer.session.name) is None:
                 self.forwarding.forget(peer.session.name)
         super().disconnected(connection, now_s)
+        if self.forwarding.has_unsent:
+            self.send(now_s)
 
     def answered(self, messages: list[Message]) -> list[Action]:
         """The server has answered: what goes to clients, one action for each."""
-        return self._woken_together([reply for message in messages for reply in self.forwarding.answered(message)])
+        replies = [reply for message in messages for reply in self.forwarding.answered(message)]
+        if self.forwarding.has_unsent:
+            self.send(_LONG_AGO_S)
+        return [self._woken(replies[0])] if len(replies) == 1 else self._woken_together(replies)
 
     def refused(self) -> list[Action]:
         """Replies to what was too large to be sent on."""
         return [self._woken(outgoing) for outgoing in self.forwarding.refused()]
-
-    def _wake(self) -> None:
-        if not self._is_receiving:
-            self.send(float("-inf"))
 
     def _special(self, connection: int, session: Session, message: Message, now_s: float) -> bytes | None:
         if len(message) > 1 and message[1] in (Op.FOLLOW, Op.ACK, Op.ELECT):

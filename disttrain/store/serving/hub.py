@@ -14,6 +14,7 @@ from disttrain.store.protocol.limits import Limits, over_limit
 from disttrain.store.protocol.sessions import SESSION_S, Session, Sessions
 from disttrain.store.protocol.state import StoreState
 from disttrain.store.protocol.wire import (
+    COUNTED,
     HANDSHAKE_FRAME_BYTES,
     HEADER_BYTES,
     NOT_A_REQUEST,
@@ -34,7 +35,8 @@ HANDSHAKE_S: Final = 5.0
 
 _LATE_S: Final = 0.5
 
-_CHANGES: Final = {int(op): op not in READING for op in Op if op < Op.CANCEL}
+_OF_SESSIONS: Final = (Op.CANCEL, Op.LEAVE, Op.FOLLOW, Op.ACK, Op.ELECT)
+_CHANGES: Final = {int(op): op not in READING for op in Op if op not in _OF_SESSIONS}
 """Operations by whether they change something; those that concern the session are missing."""
 
 
@@ -145,9 +147,10 @@ class Hub:
                 self._lead.journal.note(Entry.REQUEST, session.name, message)
             replies = self.state.handle(connection, message, now_s)
             if not replies:
-                self.has_new_deadline = True
+                # A proxy has no deadlines of its own.
+                self.has_new_deadline |= self.state.next_deadline_s is not None
                 if changes:
-                    session.waiting.add(message[0])
+                    encoded += self._waiting(session, message)
                 continue
             reply = replies[0][1]
             if changes:
@@ -160,6 +163,11 @@ class Hub:
             actions.append((connection, encoded[0] if len(encoded) == 1 else b"".join(encoded), ""))
         actions += farewell
         return actions
+
+    def _waiting(self, session: Session, message: Message) -> list[bytes]:
+        """A request that changes something has to wait; what its client is told of that."""
+        session.waiting.add(message[0])
+        return [self._encode([COUNTED, int(Status.OK), message[0]])] if message[1] == Op.BARRIER_EACH else []
 
     def disconnected(self, connection: int, now_s: float) -> None:
         """The connection is gone, whoever ended it. Idempotent."""

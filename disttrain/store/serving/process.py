@@ -36,6 +36,7 @@ from disttrain.settings import (
     STORE_TLS_KEY,
 )
 from disttrain.signals import blocked_for_a_helper
+from disttrain.store.connection.addresses import UNIX, is_unix
 from disttrain.store.protocol.limits import Limits
 from disttrain.store.protocol.wire import Decoder, Message, WireError, encode
 from disttrain.store.proxy.address import UpstreamAddress
@@ -150,6 +151,8 @@ def spawn_server(
 ) -> ServerProcess:
     """Start a server that listens on `host` ("": every address) and `port` (0: any that is free).
 
+    "@name" in place of a host is a socket that only this machine's processes reach.
+
     Args:   token  the job's token; None: whoever reaches it may use it, so `host` must be loopback;
             engine  "pyuv" or "uvloop", None: DISTTRAIN_STORE_ENGINE or the first that imports;
             linger_s  how long it serves the clients it still has once it was let go of (by `close` or our end);
@@ -157,8 +160,8 @@ def spawn_server(
             certificates  for TLS; None: those of the environment's settings, and without any there is no TLS;
             following  it is the standby of that server: takes over when that is dead, and ends when it cannot;
             listen_fd  a socket that is bound already, in place of `host` and `port`; from now on it is the server's;
-            upstream  it is a proxy: passes on what its clients ask to the server there, over one connection without
-            TLS, and ends when that server is gone.
+            upstream  it is a proxy: passes on what its clients ask to the server there, over one connection, and ends
+            when that server is gone; with certificates that connection is by TLS, and `host` is "@name".
     Raises: StoreAuthError without a token on a public address; StoreAddressError when the address cannot be had;
             StoreError when the server does not start; SettingError for an unknown engine, for what cannot be a host
             name, and for certificates that cannot be used.
@@ -166,8 +169,11 @@ def spawn_server(
     engine = engine or STORE_ENGINE.read()
     if engine is not None and engine not in ENGINES:
         raise SettingError("spawn_server", f"there is no engine {engine!r}.", f"Use one of {', '.join(ENGINES)}.")
-    certificates = None if upstream is not None else certificates or certificates_from_settings()
-    if certificates is not None and not certificates.cert_file:
+    certificates = certificates or certificates_from_settings()
+    if certificates is not None and upstream is not None and not is_unix(host):
+        problem = f"over TLS a proxy has its clients on its own machine, and {host!r} is an address of a network."
+        raise SettingError("spawn_server", problem, f"Listen on {UNIX}NAME.")
+    if certificates is not None and upstream is None and not certificates.cert_file:
         problem = "the store shall be used over TLS, and there is no certificate for its server."
         raise SettingError("spawn_server", problem, f"Set {STORE_TLS_CERT.name} and {STORE_TLS_KEY.name}.")
     if listen_fd is not None and not _is_socket(listen_fd):

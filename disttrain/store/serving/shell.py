@@ -218,5 +218,5 @@ class Shell(ABC):
 
 def shown_address(address: object) -> str:
     """A socket's address for the log."""
-    host, port = address[:2] if isinstance(address, tuple) else ("somebody who has gone", 0)
+    host, port = address[:2] if isinstance(address, tuple) else ("a process of this machine, or who has gone", 0)
     return f"{host.removeprefix('::ffff:')}:{port}" if port else str(host)

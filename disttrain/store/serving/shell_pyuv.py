@@ -74,13 +74,18 @@ class PyuvShell(Shell):
     def __init__(self, hub: AnyHub, linger_s: float, released: Callable[[], None]) -> None:
         super().__init__(hub, linger_s, released)
         self._loop = pyuv.Loop()
-        self._server = pyuv.TCP(self._loop)
+        self._stream: Any = pyuv.TCP
+        """The kind of its connections."""
+        self._server: Any = None
         self._timer = pyuv.Timer(self._loop)
         self._calls: deque[Callable[[], None]] = deque()
         self._wake = pyuv.Async(self._loop, self._call)
         self._watched: dict[socket.socket, Any] = {}
 
     def run(self, listener: socket.socket, parent: int) -> None:
+        if listener.family == socket.AF_UNIX:
+            self._stream = pyuv.Pipe
+        self._server = self._stream(self._loop)
         self._server.open(listener.detach())
         self._server.listen(self._accept, BACKLOG)
         pipe = pyuv.Pipe(self._loop)
@@ -116,7 +121,7 @@ class PyuvShell(Shell):
     def _accept(self, server: Any, error: int | None) -> None:
         if error is not None:
             return
-        handle = pyuv.TCP(self._loop)
+        handle = self._stream(self._loop)
         try:
             server.accept(handle)
             peer = _Peer(self, handle)

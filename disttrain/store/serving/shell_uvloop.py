@@ -60,8 +60,9 @@ class UvloopShell(Shell):
 
     def run(self, listener: socket.socket, parent: int) -> None:
         listener.setblocking(False)
-        server = self._loop.create_server(lambda: _Peer(self), sock=listener, backlog=BACKLOG)
-        self._server = self._loop.run_until_complete(server)
+        is_unix = listener.family == socket.AF_UNIX
+        create = self._loop.create_unix_server if is_unix else self._loop.create_server
+        self._server = self._loop.run_until_complete(create(lambda: _Peer(self), sock=listener, backlog=BACKLOG))
         self._loop.add_reader(parent, self._parent_wrote, parent)
         self._loop.run_forever()
 

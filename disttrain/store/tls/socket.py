@@ -45,6 +45,11 @@ class TlsSocket:
         self.setsockopt = connection.setsockopt
         self.shutdown = connection.shutdown
 
+    @property
+    def parts(self) -> tuple[socket.socket, Tunnel]:
+        """The socket and its TLS, for an event loop, which is one thread."""
+        return self._connection, self._tunnel
+
     def sendall(self, data: bytes) -> None:
         """Send all of `data`, or raise what the socket raises; then the connection is of no further use."""
         for start in range(0, len(data), _CHUNK_BYTES):

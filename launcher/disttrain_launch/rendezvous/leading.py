@@ -18,7 +18,7 @@ from disttrain_launch.rendezvous.state import Rendezvous
 from disttrain_launch.request.job import JobSpec
 
 Write = Callable[[Iterable[Record]], None]
-Begun = Callable[[int], None]
+Begun = Callable[[int, list[str]], None]
 
 
 def first_leader(spec: JobSpec, store: Store, node: Node, write: Write, say: Say, begun: Begun) -> Leader:

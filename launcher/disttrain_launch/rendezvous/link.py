@@ -164,7 +164,10 @@ class JobLink:
         while not isinstance(self._word, Done | Refused):
             try:
                 heard = self._store.watch(f"word/{self._agent}", heard, self._beat_s)
-                self._hear(decode(heard or b""))
+                if heard is None:
+                    self.lose("it has gone on without this node, which it did not hear from")
+                    return
+                self._hear(decode(heard))
                 repeated_s = time.monotonic()
             except StoreTimeoutError:
                 if time.monotonic() - repeated_s >= REPEAT_S:

@@ -102,7 +102,7 @@ class Leader:
 
     Args: store  of the job;  machine  with node 0 as its leader;  chronicle  of the job;  write  keeps what happened;
           beat_s  how often nodes beat;  close_s  how long it waits at the end until all have heard that it is over;
-          say  to whoever started this launcher;  begun  is told the number of each round that begins;
+          say  to whoever started this launcher;  begun  is told each round that begins, and the nodes;
           lease  node 0's, where another may take it;  torch_addr  where rank 0 is, if not where the job was told.
     """
 
@@ -116,7 +116,7 @@ class Leader:
         beat_s: float,
         close_s: float,
         say: Say,
-        begun: Callable[[int], None] = lambda _: None,
+        begun: Callable[[int, list[str]], None] = lambda _round, _agents: None,
         lease: Lease | None = None,
         torch_addr: str = "",
     ) -> None:
@@ -227,7 +227,7 @@ class Leader:
                     # Each round gets another: what is left of the last one may still hold the old.
                     if not torch_port:
                         torch_port = free_port()
-                        self._begun(run.place.round)
+                        self._begun(run.place.round, self._machine.everyone)
                     words[f"word/{agent}"] = replace(run, torch_port=torch_port, torch_addr=self._torch_addr)
                 case Tell(agent, word):
                     words[f"word/{agent}"] = word

@@ -51,9 +51,10 @@ def test_two_nodes_are_one_job(launches: Launches, port: int) -> None:
     assert sorted(second.lines) == ["[rank 2] 1 2 0 4 2 2", "[rank 3] 1 3 1 4 2 2"]
 
 
+@pytest.mark.parametrize("is_secured", [False, True], ids=["plain", "tls"])
 @pytest.mark.parametrize("flags", [[], ["--no-store-proxy"]], ids=["proxy", "direct"])
 def test_the_store_has_a_connection_of_a_node_and_not_of_its_ranks(
-    launches: Launches, port: int, flags: list[str]
+    launches: Launches, port: int, authority: Authority, flags: list[str], is_secured: bool
 ) -> None:
     script = launches.script(f"""
         import os, psutil
@@ -72,7 +73,10 @@ def test_the_store_has_a_connection_of_a_node_and_not_of_its_ranks(
     """)
     launches.run("--new-token", "token")
     argv = ["--nproc-per-node", "3", "--token-file", "token", *flags, script]
-    nodes = [start(launches, port, rank, *argv) for rank in range(2)]
+    served = tls(authority.issue(), launches.folder, "CA", "CERT", "KEY") if is_secured else {}
+    told = tls(authority.issue(), launches.folder, "CA") if is_secured else {}
+    node = ["--nnodes", "2", "--master-port", str(port)]
+    nodes = [launches.start(*node, "--node-rank", str(rank), *argv, **(told if rank else served)) for rank in range(2)]
     ended = [launches.end(node) for node in nodes]
     assert [node.exit_code for node in ended] == [0, 0], ended[0].stderr
     # Each launcher has one; besides it has each node's proxy, or two of each worker.

@@ -1,0 +1,81 @@
+"""Gathers adds to one counter, and arrivals at one barrier, so that they go to the server as one request.
+
+Of one counter or barrier a single request is on its way at a time; what comes meanwhile goes together once the server
+has seen that (flat combining, SPAA 2010). So a lone request never waits, and the
+busier the server is, the more go together. What a connection asks after it is gathered does not overtake it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from disttrain.store.protocol.wire import Op
+from disttrain.store.proxy.requests import Key, Request, Sent
+
+_TYPES: Final[dict[int, set[tuple[type, ...]]]] = {
+    Op.ADD: {(str, int)},
+    Op.BARRIER: {(str, int, float), (str, int, int)},
+}
+
+
+def key_of(request: Request) -> Key | None:
+    """The key of those with which a request may go together; None: it goes alone."""
+    types = _TYPES.get(request.op)
+    if types is None or tuple(map(type, request.message[2:])) not in types:
+        return None  # the server refuses other types
+    return tuple(request.message[1:3] if request.op == Op.ADD else request.message[1:])
+
+
+def body_of(requests: list[Request]) -> list[Any]:
+    """The body of the one request for these."""
+    first = requests[0].message
+    if first[1] == Op.BARRIER:
+        return [int(Op.BARRIER_EACH), *first[2:], len(requests)]
+    if len(requests) == 1:
+        return first[1:]
+    return [int(Op.ADD_EACH), first[2], [request.message[3] for request in requests]]
+
+
+class Gathering:
+    """Requests that are not sent yet, by key."""
+
+    def __init__(self) -> None:
+        self.ready: dict[Key, list[Request]] = {}
+        """They may go."""
+        self._held: dict[Key, list[Request]] = {}
+        self._on_way: dict[Key, Sent] = {}
+        self._key_of: dict[int, Key] = {}
+        """Of what each connection has asked last."""
+
+    def add(self, key: Key, request: Request, connection: int) -> None:
+        """One more; nothing of its connection is gathered under another key."""
+        self._key_of[connection] = key
+        (self._held if key in self._on_way else self.ready).setdefault(key, []).append(request)
+
+    def before(self, connection: int, key: Key | None) -> list[Request]:
+        """Takes out what has to go before this connection's next request, of `key`."""
+        gathered = self._key_of.get(connection)
+        if gathered is None or gathered == key:
+            return []
+        del self._key_of[connection]
+        return self.take(gathered)
+
+    def take(self, key: Key) -> list[Request]:
+        """Takes out what is gathered under `key`."""
+        return self.ready.pop(key, None) or self._held.pop(key, [])
+
+    def take_ready(self) -> list[Request]:
+        """Takes out those that have been ready for the longest time."""
+        return self.ready.pop(next(iter(self.ready)))
+
+    def goes(self, key: Key, sent: Sent) -> None:
+        """This one is on its way: others of its key wait."""
+        sent.key = key
+        self._on_way[key] = sent
+
+    def seen(self, sent: Sent) -> None:
+        """The server has seen it."""
+        if sent.key is not None and self._on_way.get(sent.key) is sent:
+            del self._on_way[sent.key]
+            if sent.key in self._held:
+                self.ready[sent.key] = self._held.pop(sent.key)

@@ -1,0 +1,107 @@
+"""Adds and arrivals at barriers that a proxy sends together: counted once a node, each with an answer of its own."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from disttrain.store.protocol.limits import Limits
+from disttrain.store.protocol.state import StoreState
+from disttrain.store.protocol.wire import COUNTED, Decoder, Message, Op, Status, encode
+from disttrain.store.proxy.hub import ProxyHub
+from tests.state_machines.proxied_store import FRAME_BYTES, Line
+
+
+@pytest.mark.parametrize("num_clients", [8, 64])
+def test_adds_and_arrivals_count_once_a_node(num_clients: int) -> None:
+    """Two requests for each, however many clients there are: what comes while the first is on its way is one."""
+    proxy, server = ProxyHub(None, Limits()), StoreState()
+    lines = [Line(proxy, itertools.count(100 * number + 1)) for number in range(num_clients)]
+    for line in lines:
+        line.connect(0.0)
+
+    def ask_all(op: Op, *arguments: Any) -> tuple[list[Message], list[Any]]:
+        """The requests that reach the server, and the values that clients are told."""
+        requests: list[Message] = []
+        told: dict[int, Any] = {}
+        for number, line in enumerate(lines):
+            proxy.received(line.connection, encode([0, int(op), *arguments]), 0.0)
+            if number == 0:
+                requests += Decoder(FRAME_BYTES).feed(b"".join(proxy.forwarding.frames()))
+        assert not proxy.forwarding.frames()
+        for request in requests:  # which grow meanwhile
+            replies = [reply for _, reply in server.handle(1, request, 0.0)] or [[COUNTED, 0, request[0]]]
+            for connection, data, _ in proxy.answered(replies):
+                told[connection] = Decoder(FRAME_BYTES).feed(data)[0][2]
+            requests += Decoder(FRAME_BYTES).feed(b"".join(proxy.forwarding.frames()))
+        return requests, [told[line.connection] for line in lines]
+
+    requests, totals = ask_all(Op.ADD, "sum", 3)
+    assert [request[1] for request in requests] == [Op.ADD, Op.ADD_EACH]
+    assert totals == [3 * number for number in range(1, num_clients + 1)]
+    requests, nothing = ask_all(Op.BARRIER, "all", num_clients, 5.0)
+    assert [request[1:] for request in requests] == [
+        [Op.BARRIER_EACH, "all", num_clients, 5.0, num_together] for num_together in (1, num_clients - 1)
+    ]
+    assert nothing == [None] * num_clients
+
+
+def test_what_is_too_much_together_goes_apart() -> None:
+    """Adds of which one would pass 64 bits, and more arrivals than a barrier has members."""
+    proxy, server = ProxyHub(None, Limits()), StoreState()
+    lines = [Line(proxy, itertools.count(100 * number + 1)) for number in range(3)]
+    for line in lines:
+        line.connect(0.0)
+    statuses: dict[int, list[int]] = {line.connection: [] for line in lines}
+    for number, (op, name, argument) in enumerate(((Op.ADD, "sum", 3 << 61), (Op.BARRIER, "two", 2))):
+        for line in lines:
+            proxy.received(line.connection, encode([number, int(op), name, argument, *[5.0] * number]), 0.0)
+        for _ in range(2):
+            for request in Decoder(FRAME_BYTES).feed(b"".join(proxy.forwarding.frames())):
+                for connection, data, _ in proxy.answered([reply for _, reply in server.handle(1, request, 0.0)]):
+                    statuses[connection] += [reply[1] for reply in Decoder(FRAME_BYTES).feed(data)]
+    assert list(statuses.values()) == [[Status.OK, Status.OK], [Status.REFUSED, Status.OK], [Status.REFUSED]]
+    assert proxy.forwarding.num_parked == server.num_parked == 1
+
+
+@given(st.integers(-5, 5), st.lists(st.sampled_from([1, -3, (1 << 62), -(1 << 62)]), min_size=1, max_size=6))
+def test_adds_together_are_adds_one_after_the_other(first: int, amounts: list[int]) -> None:
+    together, apart = StoreState(), StoreState()
+    for state in (together, apart):
+        state.handle(0, [0, Op.ADD, "sum", first], 0.0)
+    ((_, (_, status, totals)),) = together.handle(0, [1, Op.ADD_EACH, "sum", amounts], 0.0)
+    replies = [apart.handle(0, [1, Op.ADD, "sum", amount], 0.0)[0][1] for amount in amounts]
+    if status == Status.OK:
+        assert [[1, 0, total] for total in totals] == replies
+        assert together.copies() == apart.copies()
+    else:
+        assert status == Status.APART
+        assert any(reply[1] == Status.REFUSED for reply in replies)
+
+
+@pytest.mark.parametrize(
+    "body", [[Op.ADD_EACH, "a", []], [Op.ADD_EACH, "a", [1, "2"]], [Op.BARRIER_EACH, "b", 2, 1.0, 0]]
+)
+def test_what_makes_no_sense_together_is_refused(body: list[Any]) -> None:
+    ((_, reply),) = StoreState().handle(0, [0, *body], 0.0)
+    assert reply[1] == Status.REFUSED
+
+
+def test_equal_changes_that_may_be_done_twice_go_as_one() -> None:
+    proxy = ProxyHub(None, Limits())
+    lines = [Line(proxy, itertools.count(100 * number + 1)) for number in range(3)]
+    for line in lines:
+        line.connect(0.0)
+    for number, request in enumerate(
+        ([Op.COMPARE_SET, "terms", b"", b"x"], [Op.SET, "all", b""], [Op.APPEND, "log", b"x"], [Op.DELETE_KEY, "all"])
+    ):
+        for line in lines:
+            proxy.received(line.connection, encode([number, *request]), 0.0)
+    sent = Decoder(FRAME_BYTES).feed(b"".join(proxy.forwarding.frames()))
+    assert [request[1] for request in sent] == [Op.COMPARE_SET, Op.SET, *[Op.APPEND] * 3, *[Op.DELETE_KEY] * 3]
+    actions = proxy.answered([[sent[0][0], 0, b"x"]])
+    assert [Decoder(FRAME_BYTES).feed(data) for _, data, _ in actions] == [[[0, 0, b"x"]]] * 3
