@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 
 import disttrain
 from disttrain import checkpoint
-from disttrain.errors import ShardingError
+from disttrain.errors import DisttrainError, ShardingError
 from disttrain.experts import pretrained_state_dict, shard_experts, use_experts
 from disttrain.fsdp2 import fully_shard
 from disttrain.testing import run_threads
@@ -85,6 +86,21 @@ def test_values_over_gloo() -> None:
     check("shared", [4, 0, 6], "padded")
     check("list_with_forward", [2, 5, 1])
     check("sorted_rows", [2, 5, 1])
+
+
+def check_copy(name: str) -> None:
+    torch.manual_seed(disttrain.get_rank())
+    model = divided(block(name).eval(), disttrain.get_world_size())
+    x = torch.randn(3, D, dtype=torch.float64)
+    x = x if name in ("late_softmax", "biases") else x[None]
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
+    with pytest.raises(DisttrainError, match=r"pickle: .* means nothing to another process"):
+        pickle.dumps(model)
+
+
+@pytest.mark.parametrize("name", ["sorted_rows", "list_with_forward"])
+def test_divided_experts_are_copied_and_not_pickled(name: str) -> None:
+    run_threads(2, check_copy, name)
 
 
 def trained(name: str, num_ranks: int) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from disttrain.experts.hidden_cut import hidden_placements
 from disttrain.experts.models.computation import Assumed, Computation, named
 from disttrain.experts.models.stacked import StackedWeights
 from disttrain.kernels.grouped.rows import ExpertOrder
+from disttrain.made_classes import made_by
 
 
 class StackedExperts(ExpertLayer):
@@ -135,9 +136,20 @@ def class_with(
     Args: names  of the forward's arguments, in the function's order;  experts  the name of the layer of experts in the
           module, where it is none itself;  values  attributes of the class.
     """
-    base = type(module)
+    return _class_of(type(module), kinds, function, tuple(names), experts, Assumed.of(module), tuple(values.items()))
+
+
+@cache
+def _class_of(
+    base: Any,
+    kinds: tuple[type[nn.Module], ...],
+    function: Callable[..., Any],
+    names: tuple[str, ...],
+    experts: str,
+    assumed: Assumed,
+    values: tuple[tuple[str, Any], ...],
+) -> type[nn.Module]:
     as_ever: Any = base.forward
-    assumed = Assumed.of(module)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not assumed.holds(self):
@@ -150,4 +162,6 @@ def class_with(
     forward.__code__ = forward.__code__.replace()
     forward._has_kernels = True  # type: ignore[attr-defined]  # to use_kernels, which leaves it
     described = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return type(base.__name__, (*kinds, base), {"forward": wraps(as_ever, updated=())(forward), **described, **values})
+    shown = {"forward": wraps(as_ever, updated=())(forward), **described, **dict(values)}
+    kind = type(base.__name__, (*kinds, base), shown)
+    return made_by(kind, _class_of, base, kinds, function, names, experts, assumed, values)
