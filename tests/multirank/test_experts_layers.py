@@ -14,7 +14,15 @@ from torch.utils.checkpoint import checkpoint
 
 import disttrain
 from disttrain.errors import CollectiveMismatchError, MeshError, ShapeError, ShardingError
-from disttrain.experts import Experts, MixtureOfExperts, combine, dispatch, faults, shard_experts
+from disttrain.experts import (
+    Experts,
+    ExpertTensorParallel,
+    MixtureOfExperts,
+    combine,
+    dispatch,
+    faults,
+    shard_experts,
+)
 from disttrain.mesh import DeviceMesh
 from disttrain.testing import run_threads
 from disttrain.testing.pytest_plugin import on_ranks
@@ -377,8 +385,11 @@ def test_meshes_and_modules_that_do_not_fit() -> None:
             shard_experts(layer, None)
         with pytest.raises(ShapeError, match="exchange is 'mail'"):
             shard_experts(layer, mesh["dp"], exchange="mail")
-        with pytest.raises(ShardingError, match="capacity is -1"):
-            shard_experts(layer, mesh["dp"], capacity=-1)
+        for capacity in (-1, 0, float("nan"), float("inf"), "much"):
+            with pytest.raises(ShardingError, match=f"capacity is {capacity!r}"):
+                shard_experts(layer, mesh["dp"], capacity=capacity)
+            with pytest.raises(ShapeError, match=f"capacity is {capacity!r}"):
+                dispatch(*tokens(0, 3, 2, 4)[:2], 4, mesh["dp"], capacity)
         with pytest.raises(ShardingError, match="Linear has no experts"):
             shard_experts(nn.Linear(2, 2), mesh["dp"])
         shard_experts(layer, mesh["dp"])
@@ -386,6 +397,27 @@ def test_meshes_and_modules_that_do_not_fit() -> None:
             shard_experts(layer, mesh["dp"])
 
     run_threads(2, body)
+
+
+@on_ranks(2, 3, timeout_s=30)
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [
+        (lambda mesh: shard_experts(nn.Linear(2, 2), mesh), "Linear has no experts"),
+        (lambda mesh: shard_experts(Model(), mesh, capacity=0), "capacity is 0"),
+        (lambda mesh: ExpertTensorParallel().apply_to(Experts(4, 6, 7), mesh, 0), "a hidden dim of 7"),
+    ],
+)
+def test_nobody_waits_for_a_rank_that_refuses_to_divide(bad: Any, text: str) -> None:
+    mesh, since_s = ep_mesh(), time.monotonic()
+    if disttrain.get_rank() == 1:
+        with pytest.raises(ShardingError, match=text):
+            bad(mesh)
+        time.sleep(1)
+    else:
+        with pytest.raises(CollectiveMismatchError, match=f"rank 1 refused experts: .*{text}"):
+            shard_experts(Model(), mesh)
+    assert time.monotonic() - since_s < 10
 
 
 @on_ranks(2)

@@ -39,6 +39,10 @@ class StackedExperts(ExpertLayer):
             owner, _, name = path.rpartition(".")
             yield (named(self, owner) if owner else self), name, named(self, path)
 
+    def float8_obstacle(self) -> str:
+        """Why products cannot be in float8; empty where they can."""
+        return self._how.float8_obstacle(self._weights.width, self._weights.hidden)
+
     def hidden_cuts(self) -> Sequence[Placement] | None:
         """How each of `expert_tensors` is cut along the hidden dim; None where outputs are more than sums along it."""
         weights, how = self._weights, self._how
@@ -55,11 +59,12 @@ class StackedExperts(ExpertLayer):
 
     def compute(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """This rank's experts on rows that are sorted by them."""
-        return self._how.outputs(self, rows, ends, self._weights.stacks(self, len(ends)))
+        return self._how.outputs(self, rows, ends, self._weights.stacks(self, len(ends)), self.float8)
 
     def mix_here(self, x: torch.Tensor, order: ExpertOrder, weights: torch.Tensor) -> torch.Tensor:
         """The forward where all experts are here, and tokens are sorted already."""
-        return self._how.mixed(self, x, order, weights, self._weights.stacks(self, len(order.ends)))
+        stacks = self._weights.stacks(self, len(order.ends))
+        return self._how.mixed(self, x, order, weights, stacks, self.float8)
 
 
 def routed(layer: ExpertLayer, *values: Any) -> torch.Tensor:
