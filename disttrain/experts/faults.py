@@ -30,7 +30,7 @@ def tell_of(error: Exception, group: ProcessGroup) -> None:
 def tells(module: nn.Module, group: ProcessGroup) -> None:
     """Have `module` tell the ranks of `group`, too, of errors in its forward."""
     if not isinstance(module, _Telling):
-        module.__class__ = _telling(type(module))
+        module.__class__ = _telling(cast(Any, type(module)))
         setattr(module, _TOLD_GROUPS, ())
     setattr(module, _TOLD_GROUPS, _Groups((*getattr(module, _TOLD_GROUPS), group)))
 

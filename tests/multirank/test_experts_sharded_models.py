@@ -157,7 +157,7 @@ def test_whole_graphs_of_divided_experts_are_refused_on_all_ranks(is_compiled_fi
             compile_blocks(model, LAYERS, backend="eager")
         shard_experts(model, mesh["ep"])
         use = partial(loss_of, model, sentences(0)) if is_compiled_first else partial(compile_blocks, model, LAYERS)
-        with pytest.raises(CompileError, match=r"layers\..*mlp\.experts: experts' rows go to .*fullgraph=False"):
+        with pytest.raises(CompileError, match=r"mlp\.experts: experts' rows go to .*fullgraph=False"):
             use()
 
     run_threads(2, on_rank)

@@ -141,7 +141,8 @@ def class_with(
     Args: names  of the forward's arguments, in the function's order;  experts  the name of the layer of experts in the
           module, where it is none itself;  values  attributes of the class.
     """
-    return _class_of(type(module), kinds, function, tuple(names), experts, Assumed.of(module), tuple(values.items()))
+    base: Any = type(module)
+    return _class_of(base, kinds, function, tuple(names), experts, Assumed.of(module), tuple(values.items()))
 
 
 @cache

@@ -128,16 +128,6 @@ class ListedExperts(ExpertLayer):
                 for parameter in part.parameters(recurse=False):
                     parameter.divided_along = mesh  # optimizers ask for it
 
-    def refuse_pickle(self) -> None:
-        """Raise where this rank has a part of the experts alone. DTensors do so themselves."""
-        if self.exchange is not None:
-            raise ShardingError(
-                "pickle",
-                "experts are divided among ranks: one rank's part of them means nothing to another process.",
-                "Save the model's state with disttrain.checkpoint, or pickle it before shard_experts.",
-                rank=self.exchange.group.world.rank,
-            )
-
     def trains_elsewhere(self) -> bool:
         """True where the list is divided: whether experts are trained may change, and no rank sees that of others'."""
         return any(isinstance(one, AbsentExpert) for one in self)  # type: ignore[attr-defined]

@@ -103,13 +103,14 @@ class RouterCounters(KeepsDtypes):
         for name, _ in self.named_buffers(recurse=False):
             self.reset_buffer(name)
 
-    def add(self, indices: torch.Tensor, means: torch.Tensor) -> None:
+    def add(self, indices: torch.Tensor, means: torch.Tensor, has_grad: bool) -> None:
         """Counts a forward, but not its recomputation, nor a forward without gradients: that is an evaluation.
 
-        Args: indices  (tokens, k) int64, up to num_experts, which stands for padding;  means  the first of MEANS.
+        Args: indices  (tokens, k) int64, up to num_experts, which stands for padding;  means  the first of MEANS;
+              has_grad  gradients are recorded, though perhaps not here.
         """
         if len(indices):
-            _add_to(self.counts, indices, self.one, means.detach(), torch.is_grad_enabled())
+            _add_to(self.counts, indices, self.one, means.detach(), has_grad)
 
     def add_dropped(self, num_dropped: torch.Tensor) -> None:
         """Counts choices that an expert without room did not take: one number on the counters' device."""
