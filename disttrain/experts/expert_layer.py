@@ -14,7 +14,7 @@ from disttrain.experts.exchange.dispatch import Sending, begin_dispatch, check_a
 from disttrain.experts.graphs import REASON, out_of_graphs
 from disttrain.experts.hidden_cut import HiddenCut
 from disttrain.experts.tensor_parallel import ExpertTensorParallel
-from disttrain.kernels.grouped.float8 import LINE
+from disttrain.kernels.float8.reference import LINE
 from disttrain.kernels.grouped.rows import ExpertOrder, combine_rows, take_rows
 from disttrain.mesh import DeviceMesh
 from disttrain.tp import ParallelStyle

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 import disttrain
 from disttrain.errors import CollectiveMismatchError, MeshError, ShapeError, ShardingError
 from disttrain.experts import Experts, ExpertTensorParallel, MixtureOfExperts, dispatch, shard_experts
+from disttrain.mesh import DeviceMesh
 from disttrain.testing import run_threads
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.cases.expert_layers import HIDDEN, judge, ours, tokens
@@ -127,20 +129,20 @@ def test_meshes_and_modules_that_do_not_fit() -> None:
     run_threads(2, body)
 
 
+REFUSED: dict[str, Callable[[DeviceMesh], object]] = {
+    "Linear has no experts": lambda mesh: shard_experts(nn.Linear(2, 2), mesh),
+    "capacity is 0": lambda mesh: shard_experts(Model(), mesh, capacity=0),
+    "a hidden dim of 7": lambda mesh: ExpertTensorParallel().apply_to(Experts(4, 6, 7), mesh, 0),
+}
+
+
 @on_ranks(2, 3, timeout_s=30)
-@pytest.mark.parametrize(
-    ("bad", "text"),
-    [
-        (lambda mesh: shard_experts(nn.Linear(2, 2), mesh), "Linear has no experts"),
-        (lambda mesh: shard_experts(Model(), mesh, capacity=0), "capacity is 0"),
-        (lambda mesh: ExpertTensorParallel().apply_to(Experts(4, 6, 7), mesh, 0), "a hidden dim of 7"),
-    ],
-)
-def test_nobody_waits_for_a_rank_that_refuses_to_divide(bad: Any, text: str) -> None:
+@pytest.mark.parametrize("text", list(REFUSED))
+def test_nobody_waits_for_a_rank_that_refuses_to_divide(text: str) -> None:
     mesh, since_s = ep_mesh(), time.monotonic()
     if disttrain.get_rank() == 1:
         with pytest.raises(ShardingError, match=text):
-            bad(mesh)
+            REFUSED[text](mesh)
         time.sleep(1)
     else:
         with pytest.raises(CollectiveMismatchError, match=f"rank 1 refused experts: .*{text}"):
