@@ -74,7 +74,7 @@ def test_nobody_waits_in_backward_for_a_rank_whose_forward_has_raised() -> None:
     assert time.monotonic() - since_s < 10
 
 
-@on_ranks(2)
+@on_ranks(2, 3)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_all_ranks_raise_for_weights_of_one_that_are_not_finite(bad: float) -> None:
     layer = shard_experts(ours(judge("mixtral", 4)), ep_mesh())
@@ -88,7 +88,7 @@ def test_all_ranks_raise_for_weights_of_one_that_are_not_finite(bad: float) -> N
     assert layer(x, indices, weights).isfinite().all()
 
 
-@on_ranks(2)
+@on_ranks(2, 3)
 def test_bad_input_raises_alike_on_all_ranks() -> None:
     layer = shard_experts(ours(judge("mixtral", 4)), ep_mesh())
     x, indices, weights = tokens(0, 3, 2, 4)
@@ -111,6 +111,8 @@ def test_meshes_and_modules_that_do_not_fit() -> None:
         layer = ours(judge("mixtral", 4))
         with pytest.raises(MeshError, match=r"has 2 axes\. Give the one axis along which experts lie"):
             shard_experts(layer, mesh)
+        with pytest.raises(MeshError, match="tp"):
+            shard_experts(layer, mesh["tp"])
         with pytest.raises(MeshError, match="the mesh is None"):
             shard_experts(layer, None)
         with pytest.raises(ShapeError, match="exchange is 'mail'"):
