@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -28,7 +28,7 @@ def split_layers(module: nn.Module) -> int:
     """
     layers = [(layer, kind) for layer in module.modules() if (kind := _kind(layer)) is not None]
     for layer, kind in layers:
-        layer.__class__ = _joined(kind, type(layer))
+        layer.__class__ = _joined(cast(Any, kind), cast(Any, type(layer)))
     return len(layers) + sum(_split_graph(child) for child in module.modules() if isinstance(child, fx.GraphModule))
 
 
