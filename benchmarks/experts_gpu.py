@@ -1,6 +1,6 @@
 """Experts' products beside a dense product of as many operations, and a layer beside one of torch's own operators.
 
-    python benchmarks/experts_gpu.py [--tokens 16384] [--out FILE]
+    python benchmarks/experts_gpu.py [--tokens 16384] [--float8] [--out FILE]
 
 The layer is measured forward and backward with uneven routing; its twin is `benchmarks/experts/twin.py`, as it is and
 compiled. `host` is the time until the host has launched a layer's forward and backward.
@@ -12,6 +12,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,15 @@ SHAPES = ((64, 8, 2048, 1408), (64, 8, 4096, 2048), (64, 1, 2048, 1408), (128, 8
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--float8", action="store_true", help="the layer in float8 too, by both recipes")
     parser.add_argument("--out", type=Path, help="write a JSON file too")
     options = parser.parse_args(argv)
     write(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {options.tokens} tokens")
     results = []
     for shape in SHAPES:
         torch.manual_seed(0)
-        for measured in (_products(options.tokens, *shape), _layer(options.tokens, *shape)):
+        recipes = ("tensorwise", "rowwise") if options.float8 else ()
+        for measured in (_products(options.tokens, *shape), _layer(options.tokens, *shape, recipes)):
             write("  ".join(f"{name} {value}" for name, value in measured.items()))
             results.append(measured)
             torch.cuda.empty_cache()
@@ -68,8 +71,10 @@ def _products(num_tokens: int, num_experts: int, k: int, dim: int, hidden: int) 
     return measured
 
 
-def _layer(num_tokens: int, num_experts: int, k: int, dim: int, hidden: int) -> dict[str, Any]:
-    """Milliseconds, peak memory and host time of a layer's forward and backward, ours and the twin's."""
+def _layer(
+    num_tokens: int, num_experts: int, k: int, dim: int, hidden: int, recipes: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Milliseconds, peak memory and host time of a layer's forward and backward, ours, in float8, and the twin's."""
     x = torch.randn(num_tokens, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     scores = torch.randn(num_tokens, num_experts, device="cuda").softmax(-1)
     weights, indices = scores.topk(k)
@@ -82,14 +87,17 @@ def _layer(num_tokens: int, num_experts: int, k: int, dim: int, hidden: int) -> 
     wish = torch.randn_like(x)
     compiled = torch.compile(twin.mixture)
     form = GatedForm()
+
+    def mixed(recipe: str) -> torch.Tensor:
+        return mix_experts(x, sort_by_expert(indices, num_experts), weights, gate_up, down, form, float8=recipe)
+
     runs: dict[str, tuple[Callable[[], torch.Tensor], list[torch.Tensor]]] = {
-        "ours": (
-            lambda: mix_experts(x, sort_by_expert(indices, num_experts), weights, gate_up, down, form),
-            [x, weights, gate_up, down],
-        ),
+        "ours": (partial(mixed, ""), [x, weights, gate_up, down]),
         "twin": (lambda: twin.mixture(x, indices, weights, gate, up, down), [x, weights, gate, up, down]),
         "compiled twin": (lambda: compiled(x, indices, weights, gate, up, down), [x, weights, gate, up, down]),
     }
+    for recipe in recipes:
+        runs[f"float8 {recipe}"] = (partial(mixed, recipe), [x, weights, gate_up, down])
     steps = {name: _step(run, leaves, wish) for name, (run, leaves) in runs.items()}
     expected, actual = (runs[name][0]().detach().float() for name in ("twin", "ours"))
     error = float((actual - expected).norm() / expected.norm())

@@ -45,8 +45,8 @@ def compile_blocks(
              fullgraph, options  torch.compile's: `dynamic`, `backend`, `mode`, `options`. Other than there, what would
              break a graph is an error, unless `fullgraph` is False.
     Raises:  CompileError for a model without blocks, for blocks that are compiled already or whose parts `fully_shard`
-             has been called on; when a block is called, for a selective policy of activation checkpointing around it,
-             which a graph would not hear of.
+             has been called on; with `fullgraph`, for experts that are divided among ranks; when a block is called, for
+             a selective policy of activation checkpointing around it, which a graph would not hear of.
     Sharding, cutting and checkpointing may come before or after, but for selective checkpointing, which must come
     before. Parameters and their names stay as they are.
     """
@@ -54,7 +54,7 @@ def compile_blocks(
     for path, module in (("", model), *found_blocks.items()):
         _check_not_compiled(path, module)
     for path, block in found_blocks.items():
-        _check_parts(path, block)
+        _check_parts(path, block, fullgraph)
     kinds = kinds_of(found_blocks)
     for kind in kinds:
         compiled: dict[Forward, Forward] = {}
@@ -65,7 +65,7 @@ def compile_blocks(
             key = function if owner is None else type(block).forward
             if key not in compiled:
                 graph = torch.compile(_copy(function), fullgraph=fullgraph, **options)
-                compiled[key] = _guarded(graph, kind.name, is_bound=owner is None)
+                compiled[key] = _guarded(graph, kind.name, fullgraph, is_bound=owner is None)
             block.forward = MethodType(compiled[key], block if owner is None else owner)
     return CompiledBlocks(kinds)
 
@@ -81,7 +81,7 @@ def _forward_of(block: nn.Module) -> tuple[Forward, Any]:
     return (forward.__func__, forward.__self__) if isinstance(forward, MethodType) else (forward, None)
 
 
-def _guarded(compiled: Forward, name: str, is_bound: bool) -> Forward:
+def _guarded(compiled: Forward, name: str, fullgraph: bool, is_bound: bool) -> Forward:
     """`compiled`, but with an error where something done since would be silently wrong, or hard to understand.
 
     Args: is_bound  it is not given the block, as it has it already.
@@ -93,7 +93,7 @@ def _guarded(compiled: Forward, name: str, is_bound: bool) -> Forward:
         if torch.compiler.is_compiling():
             return compiled(*inputs, **kwargs)
         if block not in seen:
-            _check_parts(name, block)
+            _check_parts(name, block, fullgraph)
             seen.add(block)
         if is_under_policy():
             raise CompileError(
@@ -128,9 +128,13 @@ def _check_not_compiled(path: str, module: nn.Module) -> None:
         )
 
 
-def _check_parts(path: str, block: nn.Module) -> None:
-    """Gathering is no part of a graph."""
+def _check_parts(path: str, block: nn.Module, fullgraph: bool) -> None:
+    """Gathering is no part of a graph, nor is what modules say of themselves."""
     for name, module in block.named_modules():
+        reason = getattr(module, "breaks_graphs", "") if fullgraph else ""
+        if reason:
+            problem = f"no graph holds all of {f'{path}.{name}' if name else path}: {reason}."
+            raise CompileError("compile_blocks", problem, "Give fullgraph=False.")
         if name and hasattr(module, "set_requires_gradient_sync"):
             wrapped = module is unwrapped(block)
             raise CompileError(

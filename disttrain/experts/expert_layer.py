@@ -11,9 +11,10 @@ from disttrain.autocast import is_within_autocast
 from disttrain.dtensor import DTensor, Partial, Placement
 from disttrain.experts.exchange.base import Exchange
 from disttrain.experts.exchange.dispatch import Sending, begin_dispatch, check_arguments, combine, ordered
-from disttrain.experts.graphs import out_of_graphs
+from disttrain.experts.graphs import REASON, out_of_graphs
 from disttrain.experts.hidden_cut import HiddenCut
 from disttrain.experts.tensor_parallel import ExpertTensorParallel
+from disttrain.kernels.float8.reference import LINE
 from disttrain.kernels.grouped.rows import ExpertOrder, combine_rows, take_rows
 from disttrain.mesh import DeviceMesh
 from disttrain.tp import ParallelStyle
@@ -28,8 +29,15 @@ class ExpertLayer(nn.Module):
     """Between the ranks that share each expert; None where an expert is on one."""
     capacity: float | None = None
     """An expert takes at most so many times its even share of each rank's assignments; None: all."""
+    float8: str = ""
+    """The recipe by which rows and weights are multiplied, "tensorwise" or "rowwise": see `use_float8`."""
     num_dropped: torch.Tensor | None = None
     """() on the device: this rank's assignments that found no room in the last forward; None without a capacity."""
+
+    @property
+    def breaks_graphs(self) -> str:
+        """Why no graph can hold all of the layer, which `compile_blocks` asks; empty where one can."""
+        return "" if self.exchange is None else REASON
 
     def count_experts(self) -> int:
         """The experts of all ranks."""
@@ -48,6 +56,10 @@ class ExpertLayer(nn.Module):
         """How each of `expert_tensors` is cut along the hidden dim of experts; None where they cannot be."""
         return None
 
+    def float8_obstacle(self) -> str:
+        """Why products cannot be in float8, which `use_float8` asks; empty where they can."""
+        return "their products have no form in float8"
+
     def style_along_hidden(self, *, cuts_tokens: bool) -> ParallelStyle | None:
         """The style that tp.plan_for proposes; None where the layer stays whole."""
         return None if self.hidden_cuts() is None else ExpertTensorParallel(cuts_tokens=cuts_tokens)
@@ -56,7 +68,7 @@ class ExpertLayer(nn.Module):
         """Drop the other ranks' experts of those that are tensors of their own. Collective: every rank of the axis."""
 
     def trains_elsewhere(self) -> bool:
-        """True if experts of other ranks are trained, whatever those of this one are."""
+        """True if experts of other ranks may be trained, whatever those of this one are."""
         return False
 
     def compute(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -121,6 +133,11 @@ class ExpertLayer(nn.Module):
             rows = rows.detach().requires_grad_()
         sums = combine(rows, dispatched, sending.weights)
         return sums if self.hidden_cut is None else self.hidden_cut.leaving(sums)
+
+
+def float8_sizes(*sizes: int) -> str:
+    """Why matrices with these sizes are not multiplied in float8, or nothing."""
+    return f"sizes are no multiples of {LINE}" if any(size % LINE for size in sizes) else ""
 
 
 def without_experts(rows: torch.Tensor, parts: Iterable[torch.Tensor | None] = ()) -> torch.Tensor:

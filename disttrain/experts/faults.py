@@ -9,6 +9,7 @@ from torch import nn
 
 from disttrain.errors import DisttrainError
 from disttrain.experts.exchange.base import NAME
+from disttrain.made_classes import made_by
 from disttrain.process_group import ProcessGroup
 from disttrain.process_group.watching.refusals import ANY
 
@@ -29,9 +30,9 @@ def tell_of(error: Exception, group: ProcessGroup) -> None:
 def tells(module: nn.Module, group: ProcessGroup) -> None:
     """Have `module` tell the ranks of `group`, too, of errors in its forward."""
     if not isinstance(module, _Telling):
-        module.__class__ = _telling((type(module),))
+        module.__class__ = _telling(cast(Any, type(module)))
         setattr(module, _TOLD_GROUPS, ())
-    setattr(module, _TOLD_GROUPS, (*getattr(module, _TOLD_GROUPS), group))
+    setattr(module, _TOLD_GROUPS, _Groups((*getattr(module, _TOLD_GROUPS), group)))
 
 
 def let_tell(module: nn.Module, group: ProcessGroup) -> None:
@@ -47,6 +48,14 @@ def is_layer(module: nn.Module) -> bool:
     return hasattr(module, "expert_tensors")
 
 
+class _Groups(tuple[ProcessGroup, ...]):
+    __slots__ = ()
+
+    def __deepcopy__(self, _: object) -> _Groups:
+        """Themselves: copies of a module tell the same ranks."""
+        return self
+
+
 class _Telling(nn.Module):
     _told_groups: tuple[ProcessGroup, ...]
 
@@ -57,8 +66,7 @@ _STOP: Final = "_StopRecomputationError"
 
 
 @functools.cache
-def _telling(classes: tuple[type[nn.Module]]) -> type[nn.Module]:
-    (cls,) = classes
+def _telling(cls: type[nn.Module]) -> type[nn.Module]:
     # Named here, not by super(): Dynamo does not find that of a class that was made while the program runs.
     as_ever: Any = cast(Any, cls).forward
 
@@ -73,4 +81,5 @@ def _telling(classes: tuple[type[nn.Module]]) -> type[nn.Module]:
 
     # Under the name that it has: reprs and policies go by that.
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (_Telling, cls), {**names, "forward": functools.wraps(as_ever)(forward)})
+    kind = type(cls.__name__, (_Telling, cls), {**names, "forward": functools.wraps(as_ever)(forward)})
+    return made_by(kind, _telling, cls)

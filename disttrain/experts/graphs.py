@@ -8,9 +8,9 @@ from typing import Final, TypeVar, cast
 import torch
 
 Function = TypeVar("Function", bound=Callable[..., object])
-_REASON: Final = "experts' rows go to other ranks, by sizes that the host reads: compile with fullgraph=False"
+REASON: Final = "experts' rows go to other ranks, by sizes that the host reads"
 
 
 def out_of_graphs(function: Function) -> Function:
     """The function, at whose calls compiled graphs break; with `fullgraph=True` the compiler's error says why."""
-    return cast(Function, torch.compiler.disable(function, reason=_REASON))
+    return cast(Function, torch.compiler.disable(function, reason=f"{REASON}: compile with fullgraph=False"))

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from disttrain.dtensor import Placement, Replicate, Shard, StridedShard
-from disttrain.experts.expert_layer import ExpertLayer, local_part, local_share, without_experts
+from disttrain.errors import ShapeError
+from disttrain.experts.expert_layer import ExpertLayer, float8_sizes, local_part, local_share, without_experts
 from disttrain.experts.graphs import out_of_graphs
 from disttrain.experts.hidden_cut import hidden_placements
 from disttrain.experts.routing.router import Router
@@ -46,6 +47,9 @@ class Experts(ExpertLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if min(num_experts, hidden_size, intermediate_size) < 1:
+            problem = f"there are {num_experts} experts of {hidden_size} x {intermediate_size}."
+            raise ShapeError("Experts", problem, "Give one at least, and sizes from 1.")
         self.num_experts = num_experts
         self.form = form = form or GatedForm()
         gate_up, down = (2 * intermediate_size, hidden_size), (hidden_size, intermediate_size)
@@ -90,6 +94,10 @@ class Experts(ExpertLayer):
         """The columns of the rows that experts take."""
         return self.down_proj.shape[2 if self.form.is_transposed else 1]
 
+    def float8_obstacle(self) -> str:
+        """Why products cannot be in float8; empty where they can."""
+        return float8_sizes(*self.gate_up_proj.shape[1:], *self.down_proj.shape[1:])
+
     def hidden_cuts(self) -> Sequence[Placement]:
         """How each of `expert_tensors` is cut along the hidden dim of experts."""
         form = self.form
@@ -110,12 +118,14 @@ class Experts(ExpertLayer):
         gate_up, down, gate_up_bias, down_bias = self._parts()
         if not len(ends):
             return without_experts(rows, (gate_up, down, gate_up_bias, down_bias))
-        return expert_mlp(rows, ends, gate_up, down, self.form, gate_up_bias=gate_up_bias, down_bias=down_bias)
+        biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+        return expert_mlp(rows, ends, gate_up, down, self.form, **biases, float8=self.float8)
 
     def mix_here(self, x: torch.Tensor, order: ExpertOrder, weights: torch.Tensor) -> torch.Tensor:
         """The forward where all experts are here."""
         gate_up, down, gate_up_bias, down_bias = self._parts()
-        return mix_experts(x, order, weights, gate_up, down, self.form, gate_up_bias=gate_up_bias, down_bias=down_bias)
+        biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+        return mix_experts(x, order, weights, gate_up, down, self.form, **biases, float8=self.float8)
 
     def _parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """This rank's experts' weights and biases, through which their gradients go."""
@@ -138,10 +148,16 @@ class MixtureOfExperts(nn.Module):
     Args: router  gives the tokens' `weights` and `indices` (tokens, k), as fields, or behind its logits in a tuple of
                   three, as transformers' routers do;  experts, shared_experts  what they choose from, and what all
                   tokens go through.
+    Raises: ShapeError for a router of other experts, here or, of one that is not ours, in its first forward.
     """
 
     def __init__(self, router: nn.Module, experts: Experts, shared_experts: nn.Module | None = None) -> None:
         super().__init__()
+        if isinstance(router, Router):
+            _check_router(router.rule.num_experts, experts)
+            if router.hidden_size != experts.expert_width():
+                problem = f"the router takes tokens of {router.hidden_size}, experts of {experts.expert_width()}."
+                raise ShapeError("MixtureOfExperts", problem, "Give both one hidden size.")
         self.router = router
         self.experts = experts
         self.shared_experts = shared_experts
@@ -162,7 +178,9 @@ class MixtureOfExperts(nn.Module):
         if hasattr(routing, "indices"):
             weights, indices = routing.weights, routing.indices
         else:
-            _, weights, indices = routing
+            logits, weights, indices = routing
+            if logits is not None:
+                _check_router(logits.shape[-1], self.experts)
         experts, shared_experts = self.experts, self.shared_experts
         if shared_experts is None or experts.exchange is None:
             out: torch.Tensor = experts(tokens, indices, weights).view(x.shape)
@@ -174,6 +192,12 @@ class MixtureOfExperts(nn.Module):
         if counters is not None and self.training and experts.num_dropped is not None:
             counters.add_dropped(experts.num_dropped)
         return out
+
+
+def _check_router(num_experts: int, experts: Experts) -> None:
+    if num_experts != experts.count_experts():
+        problem = f"the router chooses among {num_experts} experts, and there are {experts.count_experts()}."
+        raise ShapeError("MixtureOfExperts", problem, "Give both one number of experts.")
 
 
 @out_of_graphs

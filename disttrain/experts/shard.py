@@ -6,10 +6,11 @@ from torch import nn
 
 from disttrain.dtensor import DTensor, Shard
 from disttrain.dtensor.foreign import check_ours
+from disttrain.errors import DisttrainError
 from disttrain.experts.exchange.base import NAME
-from disttrain.experts.exchange.dispatch import exchange_along
+from disttrain.experts.exchange.dispatch import exchange_along, problem_of_capacity
 from disttrain.experts.expert_layer import ExpertLayer
-from disttrain.experts.faults import let_tell
+from disttrain.experts.faults import let_tell, tell_of
 from disttrain.experts.hidden_cut import cut_further
 from disttrain.experts.tensor_parallel import ExpertTensorParallel, check_hidden, layers_in, refuse
 from disttrain.mesh import DeviceMesh
@@ -45,23 +46,24 @@ def shard_experts(
                             there is, and no more.
              src_data_rank  the rank along the axis whose parameters count; None: all have the same, nothing is sent.
     Returns: `module`.
-    Raises:  MeshError for a mesh of several axes; ShardingError when `module` has no experts, or they are cut already;
-             before anything is changed.
+    Raises:  MeshError for a mesh of several axes; ShardingError when `module` has no experts, or they are cut already,
+             or the capacity is no positive number; before anything is changed, and the other ranks are told.
     Collective: every rank of the axis.
     """
     made = exchange_along(mesh, exchange)
-    if capacity is not None and not capacity > 0:
-        refuse(f"capacity is {capacity}.", "Give a positive factor of an expert's even share, or None.", mesh)
-    layers = layers_in(module, mesh)
-    for layer in layers:
-        _check(layer, mesh)
-        if tp is not None:
-            check_hidden(layer, tp)
+    try:
+        layers = _checked_layers(module, mesh, tp, capacity)
+    except DisttrainError as error:
+        # The others may be about to send parameters.
+        tell_of(error, mesh.get_group())
+        raise
     for layer in layers:
         _shard(layer, mesh, src_data_rank)
         layer.exchange, layer.capacity = made, capacity
     if made is not None:
         let_tell(module, made.group)
+    if any("divided_along" in vars(layer) for layer in layers):
+        _mark(module, mesh)
     if tp is not None:
         ExpertTensorParallel(cuts_tokens=cuts_tokens).apply_to(module, tp, src_data_rank)
     return module
@@ -83,6 +85,20 @@ class ExpertParallel(ParallelStyle):
             exchange=self.exchange,
             src_data_rank=self.src_data_rank,
         )
+
+
+def _checked_layers(
+    module: nn.Module, mesh: DeviceMesh, tp: DeviceMesh | None, capacity: float | None
+) -> list[ExpertLayer]:
+    problem = problem_of_capacity(capacity)
+    if problem is not None:
+        refuse(*problem, mesh)
+    layers = layers_in(module, mesh)
+    for layer in layers:
+        _check(layer, mesh)
+        if tp is not None:
+            check_hidden(layer, tp)
+    return layers
 
 
 def _check(layer: ExpertLayer, mesh: DeviceMesh) -> None:
@@ -111,3 +127,11 @@ def _shard(layer: ExpertLayer, mesh: DeviceMesh, src_data_rank: int | None) -> N
     for holder, name, parameter in list(layer.expert_tensors()):
         setattr(holder, name, cut_further(parameter, mesh, Shard(0), src_data_rank))
     layer.keep_part(mesh, src_data_rank)
+
+
+def _mark(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Let optimizers see by any parameter that there are such as this rank has not: it may have no expert at all."""
+    for part in module.modules():
+        part.beside_divided = mesh  # type: ignore[assignment]
+        for parameter in part.parameters(recurse=False):
+            parameter.beside_divided = mesh  # type: ignore[attr-defined]

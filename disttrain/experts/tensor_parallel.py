@@ -10,9 +10,9 @@ from torch import nn
 from disttrain.dtensor import Placement
 from disttrain.dtensor.foreign import check_ours
 from disttrain.dtensor.spec.shard_sizes import num_blocks
-from disttrain.errors import ShardingError
+from disttrain.errors import DisttrainError, ShardingError
 from disttrain.experts.exchange.base import NAME
-from disttrain.experts.faults import is_layer, let_tell
+from disttrain.experts.faults import is_layer, let_tell, tell_of
 from disttrain.experts.hidden_cut import HiddenCut, cut_further
 from disttrain.mesh import DeviceMesh
 from disttrain.tp import ParallelStyle
@@ -48,9 +48,13 @@ class ExpertTensorParallel(ParallelStyle):
 
     def apply_to(self, module: nn.Module, mesh: DeviceMesh, src_data_rank: int | None) -> nn.Module:
         """Cut the layers of experts in `module`, which may be one, in place. Collective: every rank of the axis."""
-        layers = layers_in(module, mesh)
-        for layer in layers:
-            check_hidden(layer, mesh)
+        try:
+            layers = layers_in(module, mesh)
+            for layer in layers:
+                check_hidden(layer, mesh)
+        except DisttrainError as error:
+            tell_of(error, mesh.get_group())
+            raise
         if mesh.size() == 1:
             return module
         for layer in layers:

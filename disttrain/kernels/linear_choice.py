@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from torch import nn
 
@@ -20,14 +20,22 @@ def choose_linears(
     obstacle: Callable[[nn.Linear], str],
     filter: Filter | None,
     report: Callable[[str], None],
+    grouped: Mapping[str, str] | None = None,
 ) -> list[tuple[str, nn.Linear]]:
     """The layers that become `kind`, by name, without those that are of it; says how many, and what is left and why.
 
     Left are weights that several modules share, subclasses of nn.Linear, layers with an `obstacle`, those that `filter`
     does not want, and without a filter the head: the last layer, where no list of blocks holds it.
+    Args:   grouped  modules whose products are no linear layers', though they may have such, and why each is left;
+                     empty for those that change, which is not for this function.
     Raises: ShardingError for a weight that is a DTensor already.
     """
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    grouped = grouped or {}
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not any(_is_within(name, outer) for outer in grouped)
+    }
     for name, layer in layers.items():
         if isinstance(layer.weight, DTensor):
             problem = f"the weight of {name} lies as {layer.weight._spec.layout}."
@@ -56,12 +64,23 @@ def choose_linears(
         elif type(layer) is nn.Linear:
             chosen.append((name, layer))
     report(f"{operation}: {type(model).__name__}: {len(chosen)} linear layers")
-    stacked = [name for name, module in model.named_modules() if _has_stacked_weights(module)]
-    if stacked:
-        skipped["they hold the weights of several experts in one tensor"] = stacked
+    for name, reason in _others(model, grouped):
+        skipped.setdefault(reason, []).append(name)
     for reason, names in skipped.items():
         report(f"{operation}: left {_listed(names)}: {reason}")
     return chosen
+
+
+def _others(model: nn.Module, grouped: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Modules that multiply by something else than linear layers, and why they are left."""
+    yield from ((name, reason) for name, reason in grouped.items() if reason)
+    for name, module in model.named_modules():
+        if name not in grouped and _has_stacked_weights(module):
+            yield name, "they hold the weights of several experts in one tensor"
+
+
+def _is_within(name: str, outer: str) -> bool:
+    return not outer or name.startswith(f"{outer}.")
 
 
 def _has_stacked_weights(module: nn.Module) -> bool:

@@ -13,3 +13,12 @@ def checked_mesh(operation: str, mesh: object) -> DeviceMesh:
     kind = type(mesh)
     problem = "None" if mesh is None else f"a {kind.__module__}.{kind.__qualname__}, which is none of disttrain's"
     raise MeshError(operation, f"the mesh is {problem}.", "Make it by disttrain.init_device_mesh.")
+
+
+def checked_axis(operation: str, mesh: object, remedy: str) -> DeviceMesh:
+    """`mesh`, where it is one of a single axis. Raises MeshError for one of more, with the remedy, and as above."""
+    checked = checked_mesh(operation, mesh)
+    if checked.ndim != 1:
+        problem = f"the mesh {checked.layout} has {checked.ndim} axes."
+        raise MeshError(operation, problem, remedy, rank=checked.get_rank())
+    return checked

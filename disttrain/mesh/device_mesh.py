@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 from weakref import WeakValueDictionary
 
-from disttrain.errors import MeshError
+from disttrain.errors import ArgumentError, MeshError
 from disttrain.mesh._torch import GraphConstant, hold_in_graphs
 from disttrain.mesh.given import grid_of, layout_of
 from disttrain.mesh.groups import given_groups
@@ -304,6 +304,10 @@ class DeviceMesh(NotForTorch, GraphConstant):
     def __deepcopy__(self, _: object) -> DeviceMesh:
         """The mesh itself: copies of a tensor lie on the same ranks."""
         return self
+
+    def __reduce__(self) -> NoReturn:
+        problem = "a mesh has groups of this process, and what lies on it means nothing to another process."
+        raise ArgumentError("pickle", problem, "Save states with disttrain.checkpoint.", rank=self.world.rank)
 
     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
         """The expression for this mesh in the code of a compiled graph, and the names in it."""

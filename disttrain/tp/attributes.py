@@ -20,23 +20,35 @@ class DivideAttributes(ParallelStyle):
     output by `split_size`: `DivideAttributes("split_size")`.
     """
 
-    def __init__(self, *names: str) -> None:
-        """`names` of attributes that are whole numbers."""
+    def __init__(self, *names: str, num_kv_heads: int | None = None) -> None:
+        """
+        Args: names         of attributes that are whole numbers.
+              num_kv_heads  the attributes are heads of queries for each of so many heads of keys and values. They stay
+                            while each rank has such heads of its own, and are divided by the ranks that share one.
+        """
         self.names = names
+        self.num_kv_heads = num_kv_heads
+
+    def _divisor(self, axis: Axis) -> int:
+        return axis.size if self.num_kv_heads is None else max(1, axis.size // self.num_kv_heads)
 
     def _cuts(self, module: nn.Module, axis: Axis) -> None:
-        for name in self.names:
+        divisor = self._divisor(axis)
+        for name in self.names if divisor > 1 or self.num_kv_heads is None else ():
             number = getattr(module, name, None)
-            if type(number) is not int or number % axis.size:
-                self._refuse(f"{name} of {type(module).__name__} is {number!r}, among {axis.size} ranks.", axis)
+            if type(number) is not int or number % divisor:
+                self._refuse(f"{name} of {type(module).__name__} is {number!r}, among {divisor} ranks.", axis)
             if name in module.__dict__.get(_DIVIDED, ()):
                 self._refuse(f"{name} of {type(module).__name__} is a rank's share already: {number}.", axis)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         axis = Axis.of("parallelize_module", device_mesh)
         self._cuts(module, axis)
+        divisor = self._divisor(axis)
+        if divisor == 1 and self.num_kv_heads is not None:
+            return module
         for name in self.names:
-            setattr(module, name, getattr(module, name) // axis.size)
+            setattr(module, name, getattr(module, name) // divisor)
         module.__dict__.setdefault(_DIVIDED, set()).update(self.names)
         return module
 

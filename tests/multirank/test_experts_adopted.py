@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 
 import disttrain
 from disttrain import checkpoint
-from disttrain.errors import ShardingError
+from disttrain.errors import DisttrainError, ShardingError
 from disttrain.experts import pretrained_state_dict, shard_experts, use_experts
 from disttrain.fsdp2 import fully_shard
 from disttrain.testing import run_threads
@@ -80,11 +81,55 @@ def test_values_are_those_of_one_process(name: str, counts: list[int]) -> None:
     run_threads(len(counts), check, name, counts)
 
 
+def check_switched(num_ranks: int) -> None:
+    """Experts that are frozen when they are divided, and trained later, with everything else frozen: then the other way
+    round. One rank has no expert."""
+    alone = block("list_with_forward").requires_grad_(False)
+    model = divided(copy.deepcopy(alone), num_ranks)
+    x = torch.randn(num_ranks, 3, D, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    for are_trained in (True, False, True):
+        for module in (alone, model):
+            for name, parameter in module.named_parameters():
+                parameter.requires_grad_(("experts" in name) == are_trained)
+                parameter.grad = None
+        alone(x.view(1, -1, D)).sum().backward()
+        model(x[disttrain.get_rank()][None]).sum().backward()
+        expected = dict(alone.named_parameters())
+        for name, parameter in model.named_parameters():
+            found, like = parameter.grad, expected[name].grad
+            if found is not None and not are_trained:
+                disttrain.all_reduce(found)
+            if like is None:
+                assert found is None or not found.any()
+            else:
+                torch.testing.assert_close(found, like)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_what_is_trained_may_change(num_ranks: int) -> None:
+    run_threads(num_ranks, check_switched, num_ranks)
+
+
 @on_ranks(3)
 def test_values_over_gloo() -> None:
     check("shared", [4, 0, 6], "padded")
     check("list_with_forward", [2, 5, 1])
     check("sorted_rows", [2, 5, 1])
+
+
+def check_copy(name: str) -> None:
+    torch.manual_seed(disttrain.get_rank())
+    model = divided(block(name).eval(), disttrain.get_world_size())
+    x = torch.randn(3, D, dtype=torch.float64)
+    x = x if name in ("late_softmax", "biases") else x[None]
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
+    with pytest.raises(DisttrainError, match=r"pickle: .* means nothing to another process"):
+        pickle.dumps(model)
+
+
+@pytest.mark.parametrize("name", ["sorted_rows", "list_with_forward"])
+def test_divided_experts_are_copied_and_not_pickled(name: str) -> None:
+    run_threads(2, check_copy, name)
 
 
 def trained(name: str, num_ranks: int) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -1,61 +1,27 @@
-"""Layers of experts in training over ranks: shared experts, checkpoints, drops, messages, and ranks that fail."""
+"""Layers of experts in training over ranks: shared experts, checkpoints, drops and messages."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-import time
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import disttrain
-from disttrain.errors import CollectiveMismatchError, MeshError, ShapeError, ShardingError
-from disttrain.experts import Experts, MixtureOfExperts, combine, dispatch, faults, shard_experts
-from disttrain.mesh import DeviceMesh
+from disttrain.experts import (
+    Experts,
+    MixtureOfExperts,
+    combine,
+    dispatch,
+    faults,
+    shard_experts,
+)
 from disttrain.testing import run_threads
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.cases.expert_layers import HIDDEN, INTER, JUDGES, block, judge, our_block, ours, tokens
-
-
-class Router(nn.Module):
-    """The form of transformers' routers."""
-
-    def __init__(self, num_experts: int, k: int) -> None:
-        super().__init__()
-        self.k = k
-        self.linear = nn.Linear(HIDDEN, num_experts, bias=False)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        logits = self.linear(x)
-        return logits, *logits.softmax(-1).topk(self.k)
-
-
-def mixture(num_experts: int = 5, k: int = 2, *, shared: bool = True) -> MixtureOfExperts:
-    torch.manual_seed(0)
-    router, experts = Router(num_experts, k), Experts(num_experts, HIDDEN, INTER)
-    return MixtureOfExperts(router, experts, nn.Linear(HIDDEN, HIDDEN) if shared else None).double()
-
-
-class Model(nn.Module):
-    def __init__(self, *, checkpointed: bool | None = None) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([mixture(shared=False), mixture()])
-        self.head = nn.Linear(HIDDEN, HIDDEN).double()
-        self.checkpointed = checkpointed
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.blocks:
-            ran = layer(x) if self.checkpointed is None else checkpoint(layer, x, use_reentrant=self.checkpointed)
-            x = x + ran
-        return self.head(x)
-
-
-def ep_mesh() -> DeviceMesh:
-    return disttrain.init_device_mesh("cpu", (disttrain.get_world_size(),), mesh_dim_names=("ep",))["ep"]
+from tests.cases.expert_mixtures import Model, ep_mesh, mixture
 
 
 def batch(step: int, size: int) -> list[torch.Tensor]:
@@ -280,117 +246,3 @@ def test_dispatch_and_combine_are_inverse() -> None:
         torch.testing.assert_close(grad, 3 * x**2 * weights.sum(1, keepdim=True))
 
     run_threads(2, body)
-
-
-def failing(model: MixtureOfExperts, how: str) -> Any:
-    """The call of one rank that fails."""
-    x = torch.randn(3, HIDDEN, dtype=torch.float64)
-    if how == "router raises":
-        model.router.register_forward_hook(lambda *_: 1 / 0)
-    if how == "shared experts raise":
-        model.shared_experts.register_forward_hook(lambda *_: 1 / 0)
-    if how == "wrong width":
-        model.router.linear = nn.Linear(HIDDEN + 1, 5).double()
-        x = torch.randn(3, HIDDEN + 1, dtype=torch.float64)
-    return lambda: model(x)
-
-
-@on_ranks(2, 3, timeout_s=30)
-@pytest.mark.parametrize(
-    ("how", "text"),
-    [
-        ("router raises", "division by zero"),
-        ("shared experts raise", "division by zero"),
-        ("wrong width", f"x has {HIDDEN + 1} columns, and the experts take {HIDDEN}"),
-    ],
-)
-def test_nobody_waits_for_a_rank_that_raises(how: str, text: str) -> None:
-    model = shard_experts(mixture(), ep_mesh())
-    disttrain.barrier()
-    since_s = time.monotonic()
-    if disttrain.get_rank() == 1:
-        with pytest.raises((ShapeError, ZeroDivisionError), match=text):
-            failing(model, how)()
-        time.sleep(1)
-    else:
-        with pytest.raises(CollectiveMismatchError, match=f"rank 1 refused experts: .*{text}"):
-            model(torch.randn(3, HIDDEN, dtype=torch.float64))
-    assert time.monotonic() - since_s < 10
-
-
-@on_ranks(2, timeout_s=30)
-def test_nobody_waits_in_backward_for_a_rank_whose_forward_has_raised() -> None:
-    model = shard_experts(Model(), ep_mesh())
-    x = torch.randn(2, 3, HIDDEN, dtype=torch.float64)
-    disttrain.barrier()
-    since_s = time.monotonic()
-    if disttrain.get_rank() == 1:
-        model.head.register_forward_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            model(x)
-        time.sleep(1)
-    else:
-        loss = model(x).sum()
-        with pytest.raises(CollectiveMismatchError, match=r"rank 1 refused experts: .*division by zero"):
-            loss.backward()
-    assert time.monotonic() - since_s < 10
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_all_ranks_raise_for_weights_of_one_that_are_not_finite(bad: float) -> None:
-    layer = shard_experts(ours(judge("mixtral", 4)), ep_mesh())
-    x, indices, weights = tokens(0, 3, 2, 4)
-    if disttrain.get_rank() == 1:
-        weights[1, 0] = bad
-    with pytest.raises(ShapeError, match="on rank 1 are not all finite"):
-        layer(x, indices, weights)
-    # The group goes on.
-    weights[:] = 1
-    assert layer(x, indices, weights).isfinite().all()
-
-
-@on_ranks(2)
-def test_bad_input_raises_alike_on_all_ranks() -> None:
-    layer = shard_experts(ours(judge("mixtral", 4)), ep_mesh())
-    x, indices, weights = tokens(0, 3, 2, 4)
-    for arguments, text in (
-        ((x, indices.double(), weights), "indices are torch.float64 of shape"),
-        ((x, indices[:2], weights[:2]), "for x of 3 tokens"),
-        ((x, indices, weights[:, :1]), r"weights are .* \(3, 1\) for indices of shape \(3, 2\)"),
-        ((x[None], indices, weights), r"x is torch.float64 of shape \(1, 3, 12\)"),
-        ((x, indices[:, :0], weights[:, :0]), "each token has 0 experts"),
-        ((x, indices.repeat(1, 3), weights.repeat(1, 3)), "each token has 6 experts, and there are 4"),
-    ):
-        with pytest.raises(ShapeError, match=text):
-            layer(*arguments)
-    assert layer(x, indices, weights).isfinite().all()
-
-
-def test_meshes_and_modules_that_do_not_fit() -> None:
-    def body() -> None:
-        mesh = disttrain.init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "ep"))
-        layer = ours(judge("mixtral", 4))
-        with pytest.raises(MeshError, match=r"has 2 axes\. Give the one axis along which experts lie"):
-            shard_experts(layer, mesh)
-        with pytest.raises(MeshError, match="the mesh is None"):
-            shard_experts(layer, None)
-        with pytest.raises(ShapeError, match="exchange is 'mail'"):
-            shard_experts(layer, mesh["dp"], exchange="mail")
-        with pytest.raises(ShardingError, match="capacity is -1"):
-            shard_experts(layer, mesh["dp"], capacity=-1)
-        with pytest.raises(ShardingError, match="Linear has no experts"):
-            shard_experts(nn.Linear(2, 2), mesh["dp"])
-        shard_experts(layer, mesh["dp"])
-        with pytest.raises(ShardingError, match=r"is (divided|a DTensor) already"):
-            shard_experts(layer, mesh["dp"])
-
-    run_threads(2, body)
-
-
-@on_ranks(2)
-def test_room_that_is_too_small_later() -> None:
-    layer = shard_experts(ours(judge("mixtral", 4)), ep_mesh(), exchange="padded")
-    layer(*tokens(disttrain.get_rank(), 3, 2, 4))
-    with pytest.raises(ShapeError, match="8 rows may go to one rank, and there is room for 6"):
-        layer(*tokens(disttrain.get_rank(), 4, 2, 4))

@@ -61,10 +61,11 @@ def test_what_is_not_finite_is_said_on_all_ranks() -> None:
     run_threads(2, on_rank)
 
 
-def test_an_optimizers_max_norm_refuses_them() -> None:
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_an_optimizers_max_norm_refuses_them(num_ranks: int) -> None:
     def on_rank() -> None:
-        model, _ = with_gradients(2)
+        model, _ = with_gradients(num_ranks)
         with pytest.raises(DisttrainError, match=r"experts.clip_grad_norm_"):
             kernels.AdamW(model.parameters(), max_norm=1.0).step()
 
-    run_threads(2, on_rank)
+    run_threads(num_ranks, on_rank)

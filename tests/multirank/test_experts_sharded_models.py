@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,15 @@ import disttrain
 from disttrain import checkpoint, kernels
 from disttrain.compiling import compile_blocks
 from disttrain.dtensor import DTensor
+from disttrain.errors import CompileError
 from disttrain.experts import shard_experts, use_experts
 from disttrain.fsdp2 import fully_shard
 from disttrain.mesh import DeviceMesh
 from disttrain.testing import run_threads
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.cases.expert_transformers import expert_model, loss_of, sentences, with_our_experts
+
+LAYERS = "model.layers.*"
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -113,12 +117,12 @@ def not_reentrant(model: nn.Module) -> None:
 
 
 def compiled(model: nn.Module) -> None:
-    compile_blocks(model, "model.layers.*", fullgraph=False, backend="aot_eager")
+    compile_blocks(model, LAYERS, fullgraph=False, backend="aot_eager")
 
 
 def compiled_whole(model: nn.Module) -> None:
     """In one graph for each block, without ranks to send to."""
-    compile_blocks(model, "model.layers.*", backend="aot_eager")
+    compile_blocks(model, LAYERS, backend="aot_eager")
 
 
 def check_changed(
@@ -149,6 +153,24 @@ def test_checkpoints_and_graphs_of_blocks_with_experts(change: Any, shape: tuple
     num_ranks = shape[0] * shape[1]
     copies = ([copy.deepcopy(whole) for _ in range(num_ranks)] for _ in range(2))
     run_threads(num_ranks, check_changed, *copies, shape, change)
+
+
+@pytest.mark.parametrize("is_compiled_first", [False, True])
+def test_whole_graphs_of_divided_experts_are_refused_on_all_ranks(is_compiled_first: bool) -> None:
+    whole = expert_model("qwen3_moe", 5)
+
+    def on_rank() -> None:
+        model = copy.deepcopy(whole)
+        mesh = disttrain.init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+        use_experts(model, report=lambda _: None)
+        if is_compiled_first:
+            compile_blocks(model, LAYERS, backend="eager")
+        shard_experts(model, mesh["ep"])
+        use = partial(loss_of, model, sentences(0)) if is_compiled_first else partial(compile_blocks, model, LAYERS)
+        with pytest.raises(CompileError, match=r"mlp\.experts: experts' rows go to .*fullgraph=False"):
+            use()
+
+    run_threads(2, on_rank)
 
 
 def trained_and_saved(models: list[nn.Module], path: str) -> dict[str, torch.Tensor]:

@@ -161,7 +161,7 @@ def test_it_trains_as_in_one_process(name: str, sequence: bool) -> None:
     assert_trains_alike(model, make_model(name), slice(None))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_oss", "t5"])
+@pytest.mark.parametrize("name", ["llama", "llama of one kv head", "gpt2", "gpt_oss", "t5"])
 @on_ranks(2)
 def test_the_proposed_plan_trains_as_one_process(name: str) -> None:
     mesh = disttrain.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))

@@ -1,10 +1,15 @@
-"""A layer with a router of ours: losses over sequences, and padding."""
+"""A layer with a router of ours: losses over sequences, and padding; and experts in float8."""
 
 from __future__ import annotations
 
+import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
+from disttrain.errors import ShapeError
 from disttrain.experts import Balance, Experts, MixtureOfExperts, Router, RouterRule
+from disttrain.kernels import use_float8
 
 
 def layer(**balance: object) -> MixtureOfExperts:
@@ -36,7 +41,64 @@ def test_a_router_of_another_form_takes_tokens() -> None:
     class Other(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             assert x.dim() == 2
-            return x, torch.ones(len(x), 1), torch.zeros(len(x), 1, dtype=torch.int64)
+            return x[:, :4], torch.ones(len(x), 1), torch.zeros(len(x), 1, dtype=torch.int64)
 
     moe = MixtureOfExperts(Other(), Experts(4, 8, 6))
     assert moe(torch.randn(2, 3, 8)).shape == (2, 3, 8)
+    with pytest.raises(ShapeError, match="chooses among 4 experts, and there are 5"):
+        MixtureOfExperts(Other(), Experts(5, 8, 6))(torch.randn(2, 3, 8))
+
+
+def test_routers_and_experts_that_do_not_fit() -> None:
+    router = Router(8, RouterRule(4, 2))
+    for num_experts, width, text in ((5, 8, "among 4 experts, and there are 5"), (4, 6, "tokens of 8, experts of 6")):
+        with pytest.raises(ShapeError, match=text):
+            MixtureOfExperts(router, Experts(num_experts, width, 6))
+    with pytest.raises(ShapeError, match="there are 0 experts"):
+        Experts(0, 8, 6)
+
+
+def rounded(matrix: torch.Tensor, recipe: str) -> torch.Tensor:
+    """To float8 and back: scales are the powers of two by which the largest values just fit."""
+    largest = (matrix.abs().amax(-1, keepdim=True) if recipe == "rowwise" else matrix.abs().max()).clamp(min=1e-30)
+    scale = 2.0 ** (largest / 448).log2().ceil()
+    return (matrix / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_a_layer_in_float8_multiplies_what_was_rounded(recipe: str) -> None:
+    torch.manual_seed(0)
+    layer = Experts(3, 32, 48)
+    # Sizes that are none for float8 keep their dtype.
+    model = nn.ModuleDict({"experts": layer, "narrow": Experts(3, 32, 40)})
+    lines: list[str] = []
+    assert not use_float8(model, recipe, report=lines.append)
+    assert "left experts, narrow: experts' products change with experts=True alone" in "\n".join(lines)
+    lines.clear()
+    assert [each.name for each in use_float8(model, recipe, experts=True, report=lines.append)] == ["experts"]
+    assert "left narrow: sizes are no multiples of 16" in "\n".join(lines)
+    x, weights = torch.randn(20, 32), torch.rand(20, 2)
+    indices = torch.rand(20, 3).topk(2).indices
+    given = x.clone().requires_grad_()
+    out = layer(given, indices, weights)
+    expected = torch.zeros(20, 32)
+    gate_up, down = layer.gate_up_proj.detach(), layer.down_proj.detach()
+    chosen = weights.new_zeros(20, 3).scatter(1, indices, weights)
+    hiddens = []
+    for expert in range(3):
+        into, back = (rounded(each.flatten(0, 1), recipe).view_as(each)[expert] for each in (gate_up, down))
+        gate, up = (rounded(x, recipe) @ into.T).chunk(2, -1)
+        hiddens.append((F.silu(gate) * up * chosen[:, expert, None], back))
+    most = torch.cat([hidden for hidden, _ in hiddens]).abs().max()
+    for hidden, back in hiddens:
+        # One scale for the rows of all experts, if it is one for all rows.
+        rows = rounded(torch.cat([hidden, hidden.new_full((1, hidden.shape[1]), float(most))]), recipe)[:-1]
+        expected += rows @ back.T
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    exact = Experts(3, 32, 48)
+    exact.load_state_dict(layer.state_dict())
+    wide = x.clone().requires_grad_()
+    exact(wide, indices, weights).square().sum().backward()
+    out.square().sum().backward()
+    for one, two in zip((given, *layer.parameters()), (wide, *exact.parameters()), strict=True):
+        assert 0 < (one.grad - two.grad).norm() < 0.12 * two.grad.norm()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from disttrain.experts import use_experts
+from disttrain.experts.models import layers
 from disttrain.experts.models.stacking import stacked
 from disttrain.kernels import use_kernels
 from tests.cases.expert_blocks import BLOCKS, D, E, GatedMlp, LoopOverHits, SortedRows
@@ -58,6 +60,26 @@ def test_blocks_as_people_write_them(name: str) -> None:
         model.zero_grad()
         other.zero_grad()
     assert not quietly(other).taken
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_pickles_and_copies_compute_the_same(name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(BLOCKS[name](), BLOCKS[name]()).double().eval()
+    kind = type(model[0])
+    quietly(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    # As in a process that has made no class yet.
+    layers._class_of.cache_clear()
+    read = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    assert type(read[0]) is type(read[1])
+    assert isinstance(read[0], kind)
+    assert type(copy.deepcopy(model)[0]) is type(copy.copy(model[0])) is type(model[0])
+    x = torch.randn(14, D).double() if name in ("late_softmax", "biases") else torch.randn(2, 7, D).double()
+    for other in (read, copy.deepcopy(read)):
+        assert_same(model[1], other[1], x)
+        model.zero_grad()
 
 
 @pytest.mark.parametrize("name", CONFIGS)

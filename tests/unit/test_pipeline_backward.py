@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,20 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from disttrain.pipelining import Backward, SplitPoint, pipeline, split_layers
+from disttrain.pipelining.model import layers
 from tests.cases.pipeline_backward import DIM, assert_equal, both_ways, random
+
+
+def test_layers_that_were_split_are_pickled() -> None:
+    stack = nn.Sequential(nn.Linear(DIM, DIM), nn.LayerNorm(DIM))
+    split_layers(stack)
+    file = io.BytesIO()
+    torch.save(stack, file)
+    layers._joined.cache_clear()  # as in a process that has made no class yet
+    read = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    x = random(3, DIM)
+    assert torch.equal(read(x), stack(x))
+    assert split_layers(read) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -25,34 +25,13 @@ from disttrain.plan.sharding import step
 from disttrain.plan.sharding.step import step_of
 from disttrain.plan.sharding.transfers import Sharding
 from disttrain.plan.time.times import costs_of, makespan_s
-from disttrain.process_group import World, entered_world
-from disttrain.store import HashStore
+from disttrain.process_group import World
+from tests.cases.planned_models import Attention, GatedMlp, Model, world_of_absent_ranks
 
 NUM_RANKS = 8
 SIZES = LlamaSizes(dim=128, num_layers=6, num_heads=8, num_kv_heads=4, ffn_size=352, vocab_size=1000)
 JOB = Job(SIZES, NUM_RANKS, HARDWARE["h200"], seq_size=64, num_sequences=32)
 BIG = Job(PRESETS["8b"], 64, HARDWARE["h100"], num_sequences=512)
-
-
-class Attention(nn.Module):
-    """Its layers only: nothing here is run."""
-
-    def __init__(self, sizes: LlamaSizes) -> None:
-        super().__init__()
-        self.query = nn.Linear(sizes.dim, sizes.query_size, bias=False)
-        self.key = nn.Linear(sizes.dim, sizes.key_size, bias=False)
-        self.value = nn.Linear(sizes.dim, sizes.key_size, bias=False)
-        self.out = nn.Linear(sizes.query_size, sizes.dim, bias=False)
-
-
-class MLP(nn.Module):
-    """Gated."""
-
-    def __init__(self, sizes: LlamaSizes) -> None:
-        super().__init__()
-        self.gate = nn.Linear(sizes.dim, sizes.ffn_size, bias=False)
-        self.up = nn.Linear(sizes.dim, sizes.ffn_size, bias=False)
-        self.down = nn.Linear(sizes.ffn_size, sizes.dim, bias=False)
 
 
 class Block(nn.Module):
@@ -61,26 +40,13 @@ class Block(nn.Module):
     def __init__(self, sizes: LlamaSizes) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = nn.RMSNorm(sizes.dim), nn.RMSNorm(sizes.dim)
-        self.attention, self.mlp = Attention(sizes), MLP(sizes)
-
-
-class Model(nn.Module):
-    """Embedding, blocks, norm, head."""
-
-    def __init__(self, sizes: LlamaSizes) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(sizes.vocab_size, sizes.dim)
-        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.num_layers))
-        self.norm = nn.RMSNorm(sizes.dim)
-        self.head = nn.Linear(sizes.dim, sizes.vocab_size, bias=False)
+        self.attention, self.mlp = Attention(sizes), GatedMlp(sizes.dim, sizes.ffn_size)
 
 
 @pytest.fixture
 def world() -> Iterator[World]:
     """Of ranks that are not there."""
-    made = World(HashStore(), 0, NUM_RANKS, backend="fake", timeout_s=1.0, device=torch.device("cpu"))
-    with entered_world(made):
-        yield made
+    yield from world_of_absent_ranks(NUM_RANKS)
 
 
 @pytest.mark.parametrize("reduces_each", [False, True])
@@ -88,7 +54,7 @@ def test_a_rank_holds_what_fully_shard_says(world: World, reduces_each: bool) ->
     """Parameters, gradients and optimizer state to a thousandth, which is padding; collectives' bytes likewise."""
     mesh = disttrain.init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "dp"))
     with torch.device("meta"):
-        model = Model(SIZES)
+        model = Model(SIZES, Block)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     truth = estimate(
         model, mesh, blocks=model.blocks, mp_policy=policy, num_microbatches=4, reduces_each=reduces_each, optimizer=8
@@ -129,7 +95,7 @@ def test_parameters_go_as_fully_shard_plans_it(
         cost = TransferCost(latency_s, bytes_per_s * NUM_RANKS / (NUM_RANKS - 1))
     job = replace(JOB, sizes=sizes, hardware=hardware, node_size=NUM_RANKS if network is None else 1)
     with torch.device("meta"):
-        model = Model(sizes)
+        model = Model(sizes, Block)
         if is_tied:
             model.head.weight = model.embedding.weight
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -155,7 +121,7 @@ def test_what_is_unsharded_is_what_fully_shard_says(
     mesh = disttrain.init_device_mesh("cpu", (NUM_RANKS,), mesh_dim_names=("dp",))
     sizes = replace(SIZES, num_layers=24, vocab_size=vocab_size, is_tied=is_tied)
     with torch.device("meta"):
-        model = Model(sizes)
+        model = Model(sizes, Block)
         if is_tied:
             model.head.weight = model.embedding.weight
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -201,7 +167,7 @@ def test_few_blocks_tell_of_many(
 
 def test_tensor_parallel_sends_what_its_plan_says() -> None:
     with torch.device("meta"):
-        model = Model(SIZES)
+        model = Model(SIZES, Block)
     plan = tp.plan_for(model, loss_parallel=True, head_dim=SIZES.head_size)
     job = replace(JOB, num_gpus=4, num_sequences=3)
     (along_tp,) = traffic_of(job, Choice(MeshSizes(tp=4), 3, 1))

@@ -42,8 +42,8 @@ from disttrain.plan.sharding.step import step_of
 from disttrain.plan.sharding.transfers import Sharding
 from disttrain.plan.time.exchange import exchange_of
 from disttrain.plan.time.products import grouped_product_s, product_s
-from disttrain.process_group import World, entered_world
-from disttrain.store import HashStore
+from disttrain.process_group import World
+from tests.cases.planned_models import Attention, GatedMlp, Model, world_of_absent_ranks
 
 NUM_RANKS = 8
 EXPERTS = ExpertSizes(num_experts=8, top_k=2, ffn_size=96, shared_size=64)
@@ -173,26 +173,6 @@ def test_parts_sum_to_the_whole(
     assert cut.experts * tp * ep == num_experts * experts.expert_elements(sizes.dim)
 
 
-class Attention(nn.Module):
-    """Its layers only: nothing here is run."""
-
-    def __init__(self, sizes: LlamaSizes) -> None:
-        super().__init__()
-        self.query = nn.Linear(sizes.dim, sizes.query_size, bias=False)
-        self.key = nn.Linear(sizes.dim, sizes.key_size, bias=False)
-        self.value = nn.Linear(sizes.dim, sizes.key_size, bias=False)
-        self.out = nn.Linear(sizes.query_size, sizes.dim, bias=False)
-
-
-class Shared(nn.Module):
-    """Gated."""
-
-    def __init__(self, dim: int, width: int) -> None:
-        super().__init__()
-        self.gate, self.up = nn.Linear(dim, width, bias=False), nn.Linear(dim, width, bias=False)
-        self.down = nn.Linear(width, dim, bias=False)
-
-
 class Block(nn.Module):
     """A decoder's, with experts."""
 
@@ -205,22 +185,8 @@ class Block(nn.Module):
         self.experts = MixtureOfExperts(
             Router(sizes.dim, RouterRule(experts.num_experts, experts.top_k)),
             Experts(experts.num_experts, sizes.dim, experts.ffn_size),
-            Shared(sizes.dim, experts.shared_size),
+            GatedMlp(sizes.dim, experts.shared_size),
         )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-
-class Model(nn.Module):
-    """Embedding, blocks, norm, head."""
-
-    def __init__(self, sizes: LlamaSizes) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(sizes.vocab_size, sizes.dim)
-        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.num_layers))
-        self.norm = nn.RMSNorm(sizes.dim)
-        self.head = nn.Linear(sizes.dim, sizes.vocab_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
@@ -229,9 +195,7 @@ class Model(nn.Module):
 @pytest.fixture
 def world() -> Iterator[World]:
     """Of ranks that are not there."""
-    made = World(HashStore(), 0, NUM_RANKS, backend="fake", timeout_s=1.0, device=torch.device("cpu"))
-    with entered_world(made):
-        yield made
+    yield from world_of_absent_ranks(NUM_RANKS)
 
 
 @pytest.mark.parametrize("reduces_each", [False, True])
@@ -242,7 +206,7 @@ def test_a_rank_holds_what_fully_shard_says(world: World, dp: int, reduces_each:
     mesh = disttrain.init_device_mesh("cpu", (dp, ep), mesh_dim_names=("dp", "ep"))
     shards = mesh["dp", "ep"]._flatten("shards")
     with torch.device("meta"):
-        model = Model(SIZES)
+        model = Model(SIZES, Block)
     shard_experts(model, mesh["ep"], src_data_rank=None)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for block in model.blocks:

@@ -221,6 +221,21 @@ def test_in_evaluation_nothing_is_counted_and_no_loss_taken() -> None:
     assert read_statistics(router)[""].num_tokens == 0
 
 
+def test_a_forward_without_gradients_is_an_evaluation() -> None:
+    router = Router(HIDDEN, RouterRule(4, 1))
+    x = drawn(5, HIDDEN).float()
+    with torch.no_grad():
+        router(x)
+    with torch.inference_mode():
+        router(x)
+        router.counters.add_dropped(torch.tensor(2))
+    assert read_statistics(router)[""].num_tokens == read_statistics(router)[""].num_dropped == 0
+    # Nor is the first forward of a checkpoint, which counts.
+    out = checkpoint(lambda x: router(x).weights, x.requires_grad_(), use_reentrant=True)
+    out.sum().backward()
+    assert read_statistics(router)[""].num_tokens == 5
+
+
 def test_the_bias_evens_loads_out() -> None:
     router = Router(HIDDEN, RouterRule(8, 2, score="sigmoid"), Balance(bias_update_rate=0.01))
     with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from disttrain.errors import MeshError, ShapeError
+from disttrain.errors import ShapeError
 from disttrain.experts.exchange.all_to_all import AllToAll
 from disttrain.experts.exchange.base import NAME, Exchange
 from disttrain.experts.exchange.legs import Leg, Route
@@ -18,7 +19,7 @@ from disttrain.experts.exchange.peers import Peers
 from disttrain.experts.exchange.plan import ExpertCut
 from disttrain.experts.exchange.sizes import keep_earliest, room_of
 from disttrain.kernels.grouped.rows import ExpertOrder, combine_rows, sort_by_expert, take_rows
-from disttrain.mesh import DeviceMesh, checked_mesh
+from disttrain.mesh import DeviceMesh, checked_axis
 from disttrain.process_group import ProcessGroup
 
 
@@ -131,7 +132,7 @@ def begin_dispatch(
     beside: bool = False,
 ) -> Sending:
     """Begin a dispatch over an exchange that is at hand."""
-    check_arguments(x, indices, num_experts, exchange, weights, width)
+    check_arguments(x, indices, num_experts, exchange, weights, width, capacity)
     return Sending(x, indices, num_experts, exchange, weights, capacity, beside)
 
 
@@ -142,9 +143,10 @@ def check_arguments(
     exchange: Exchange | None,
     weights: torch.Tensor | None,
     width: int | None,
+    capacity: float | None = None,
 ) -> None:
     """Raise ShapeError for what does not fit. A rank that refuses its arguments tells the others."""
-    problem = _problem(x, indices, num_experts, weights, width)
+    problem = _problem(x, indices, num_experts, weights, width) or problem_of_capacity(capacity)
     if problem is not None:
         group = None if exchange is None else exchange.group
         rank = None if group is None else group.world.rank
@@ -204,14 +206,7 @@ def exchange_along(axis: DeviceMesh, kind: str = "auto") -> Exchange | None:
     """
     if kind not in KINDS:
         raise ShapeError(NAME, f"exchange is {kind!r}.", f"Give one of {', '.join(KINDS)}.")
-    mesh = checked_mesh(NAME, axis)
-    if mesh.ndim != 1:
-        raise MeshError(
-            NAME,
-            f"the mesh {mesh.layout} has {mesh.ndim} axes.",
-            "Give the one axis along which experts lie, such as mesh['ep'].",
-            rank=mesh.get_rank(),
-        )
+    mesh = checked_axis(NAME, axis, "Give the one axis along which experts lie, such as mesh['ep'].")
     return None if mesh.size() == 1 else KINDS[kind](mesh.get_group())
 
 
@@ -246,6 +241,14 @@ def _problem(
     if weights is not None and (weights.shape != indices.shape or not weights.is_floating_point()):
         return f"weights are {_shown(weights)} for indices of shape {tuple(indices.shape)}.", "Give one per index."
     return None
+
+
+def problem_of_capacity(capacity: object) -> tuple[str, str] | None:
+    """Why it is no factor of an even share, and the remedy."""
+    is_number = isinstance(capacity, int | float) and not isinstance(capacity, bool) and 0 < capacity < math.inf
+    if capacity is None or is_number:
+        return None
+    return f"capacity is {capacity!r}.", "Give a positive factor of an expert's even share, or None."
 
 
 def _shown(tensor: torch.Tensor) -> str:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from disttrain.experts.expert_layer import without_experts
+from disttrain.experts.expert_layer import float8_sizes, without_experts
 from disttrain.kernels.grouped.form import GatedForm
 from disttrain.kernels.grouped.products import GateUp, expert_mlp, grouped_linear, mix_experts
 from disttrain.kernels.grouped.rows import ExpertOrder, combine_rows, take_rows
@@ -50,17 +50,20 @@ class Computation:
     norm: str = ""
     is_reversed: bool = False
 
-    def outputs(self, module: nn.Module, rows: torch.Tensor, ends: torch.Tensor, stacks: Stacks) -> torch.Tensor:
+    def outputs(
+        self, module: nn.Module, rows: torch.Tensor, ends: torch.Tensor, stacks: Stacks, float8: str = ""
+    ) -> torch.Tensor:
         """Computes all experts on rows that are sorted by expert; `ends` is the first row after each expert's.
 
-        Args: module  has the functions and norms that are named here.
+        Args: module  has the functions and norms that are named here;  float8  the recipe of gated forms' products.
         """
         if not len(ends):
             out = without_experts(rows, stacks.tensors())
             return named(module, self.norm)(out) if self.norm else out
         into, bias = self._into(stacks)
         if self.gated is not None:
-            out = expert_mlp(rows, ends, into, stacks.down, self.gated, gate_up_bias=bias, down_bias=stacks.down_bias)
+            biases = {"gate_up_bias": bias, "down_bias": stacks.down_bias}
+            out = expert_mlp(rows, ends, into, stacks.down, self.gated, **biases, float8=float8)
         else:
             both = into if isinstance(into, torch.Tensor) else torch.cat(into, 2 if self.is_transposed else 1)
             first = grouped_linear(rows, both, ends, bias, is_transposed=self.is_transposed)
@@ -69,16 +72,27 @@ class Computation:
         return named(module, self.norm)(out) if self.norm else out
 
     def mixed(
-        self, module: nn.Module, x: torch.Tensor, order: ExpertOrder, weights: torch.Tensor, stacks: Stacks
+        self,
+        module: nn.Module,
+        x: torch.Tensor,
+        order: ExpertOrder,
+        weights: torch.Tensor,
+        stacks: Stacks,
+        float8: str = "",
     ) -> torch.Tensor:
         """Computes each token's weighted sum, where all experts are here: in one operator where there is one."""
         if self.gated is None or self.norm:
-            rows = self.outputs(module, take_rows(x, order, weights.shape[1]), order.ends, stacks)
+            rows = self.outputs(module, take_rows(x, order, weights.shape[1]), order.ends, stacks, float8)
             return combine_rows(rows, order, weights)
         into, bias = self._into(stacks)
-        return mix_experts(
-            x, order, weights, into, stacks.down, self.gated, gate_up_bias=bias, down_bias=stacks.down_bias
-        )
+        biases = {"gate_up_bias": bias, "down_bias": stacks.down_bias}
+        return mix_experts(x, order, weights, into, stacks.down, self.gated, **biases, float8=float8)
+
+    def float8_obstacle(self, width: int, hidden: int) -> str:
+        """Why products of these sizes cannot be in float8; empty where they can."""
+        if self.gated is None:
+            return "their activation is not one of those that are computed within grouped products"
+        return float8_sizes(width, hidden)
 
     def _into(self, stacks: Stacks) -> tuple[GateUp, torch.Tensor | None]:
         """Gate's and up's weights, in one tensor where they have biases, and those."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from disttrain.experts.hidden_cut import hidden_placements
 from disttrain.experts.models.computation import Assumed, Computation, named
 from disttrain.experts.models.stacked import StackedWeights
 from disttrain.kernels.grouped.rows import ExpertOrder
+from disttrain.made_classes import made_by
 
 
 class StackedExperts(ExpertLayer):
@@ -38,6 +39,10 @@ class StackedExperts(ExpertLayer):
             owner, _, name = path.rpartition(".")
             yield (named(self, owner) if owner else self), name, named(self, path)
 
+    def float8_obstacle(self) -> str:
+        """Why products cannot be in float8; empty where they can."""
+        return self._how.float8_obstacle(self._weights.width, self._weights.hidden)
+
     def hidden_cuts(self) -> Sequence[Placement] | None:
         """How each of `expert_tensors` is cut along the hidden dim; None where outputs are more than sums along it."""
         weights, how = self._weights, self._how
@@ -54,11 +59,12 @@ class StackedExperts(ExpertLayer):
 
     def compute(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """This rank's experts on rows that are sorted by them."""
-        return self._how.outputs(self, rows, ends, self._weights.stacks(self, len(ends)))
+        return self._how.outputs(self, rows, ends, self._weights.stacks(self, len(ends)), self.float8)
 
     def mix_here(self, x: torch.Tensor, order: ExpertOrder, weights: torch.Tensor) -> torch.Tensor:
         """The forward where all experts are here, and tokens are sorted already."""
-        return self._how.mixed(self, x, order, weights, self._weights.stacks(self, len(order.ends)))
+        stacks = self._weights.stacks(self, len(order.ends))
+        return self._how.mixed(self, x, order, weights, stacks, self.float8)
 
 
 def routed(layer: ExpertLayer, *values: Any) -> torch.Tensor:
@@ -135,9 +141,21 @@ def class_with(
     Args: names  of the forward's arguments, in the function's order;  experts  the name of the layer of experts in the
           module, where it is none itself;  values  attributes of the class.
     """
-    base = type(module)
+    base: Any = type(module)
+    return _class_of(base, kinds, function, tuple(names), experts, Assumed.of(module), tuple(values.items()))
+
+
+@cache
+def _class_of(
+    base: Any,
+    kinds: tuple[type[nn.Module], ...],
+    function: Callable[..., Any],
+    names: tuple[str, ...],
+    experts: str,
+    assumed: Assumed,
+    values: tuple[tuple[str, Any], ...],
+) -> type[nn.Module]:
     as_ever: Any = base.forward
-    assumed = Assumed.of(module)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not assumed.holds(self):
@@ -150,4 +168,6 @@ def class_with(
     forward.__code__ = forward.__code__.replace()
     forward._has_kernels = True  # type: ignore[attr-defined]  # to use_kernels, which leaves it
     described = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
-    return type(base.__name__, (*kinds, base), {"forward": wraps(as_ever, updated=())(forward), **described, **values})
+    shown = {"forward": wraps(as_ever, updated=())(forward), **described, **dict(values)}
+    kind = type(base.__name__, (*kinds, base), shown)
+    return made_by(kind, _class_of, base, kinds, function, names, experts, assumed, values)

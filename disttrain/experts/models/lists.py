@@ -104,6 +104,10 @@ class ListedExperts(ExpertLayer):
         """None: an expert's parameters are its own."""
         return iter(())
 
+    def float8_obstacle(self) -> str:
+        """Why products cannot be in float8; empty where they can."""
+        return self._how.float8_obstacle(self._weights.width, self._weights.hidden)
+
     def keep_part(self, mesh: DeviceMesh, src_data_rank: int | None) -> None:
         """Put an `AbsentExpert` in the place of each expert of another rank, so that names stay."""
         # Norms of gradients ask for it, on ranks without experts too.
@@ -116,7 +120,7 @@ class ListedExperts(ExpertLayer):
                     if value.device.type != "meta":
                         broadcast(value.data, group=group, group_src=src_data_rank)
             if index not in mine:
-                self[index] = AbsentExpert(index, any(one.requires_grad for one in expert.parameters()))  # type: ignore[operator]
+                self[index] = AbsentExpert(index)  # type: ignore[operator]
                 continue
             for part in expert.modules():
                 # `fully_shard` asks for it: these parameters are no DTensors, and other ranks have others.
@@ -125,8 +129,8 @@ class ListedExperts(ExpertLayer):
                     parameter.divided_along = mesh  # optimizers ask for it
 
     def trains_elsewhere(self) -> bool:
-        """True if an expert of another rank had parameters to train when the list was divided."""
-        return any(isinstance(one, AbsentExpert) and one.is_trained for one in self)  # type: ignore[attr-defined]
+        """True where the list is divided: whether experts are trained may change, and no rank sees that of others'."""
+        return any(isinstance(one, AbsentExpert) for one in self)  # type: ignore[attr-defined]
 
     def compute(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """This rank's experts on rows that are sorted by them; one after the other where one is not as it was."""
@@ -134,7 +138,7 @@ class ListedExperts(ExpertLayer):
         if not experts:
             return without_experts(rows)
         if all(self._is_plain(expert) for expert in experts):
-            return self._how.outputs(experts[0], rows, ends, self._weights.stacks(experts))
+            return self._how.outputs(experts[0], rows, ends, self._weights.stacks(experts), self.float8)
         sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
         *parts, rest = rows.split([*sizes, len(rows) - sum(sizes)])
         return torch.cat([*(expert(part) for expert, part in zip(experts, parts, strict=True)), rest * 0])
@@ -144,7 +148,7 @@ class ListedExperts(ExpertLayer):
         experts: list[Any] = list(self)  # type: ignore[call-overload]
         if not all(self._is_plain(expert) for expert in experts):
             return super().mix_here(x, order, weights)
-        return self._how.mixed(experts[0], x, order, weights, self._weights.stacks(experts))
+        return self._how.mixed(experts[0], x, order, weights, self._weights.stacks(experts), self.float8)
 
     def _is_plain(self, expert: nn.Module) -> bool:
         if not isinstance(expert, self._expert) or has_hooks(expert) or not self._assumed.holds(expert):
@@ -156,10 +160,9 @@ class ListedExperts(ExpertLayer):
 class AbsentExpert(nn.Module):
     """The place of an expert that another rank has. It has no parameters, and takes none from a state dict."""
 
-    def __init__(self, index: int, is_trained: bool) -> None:
+    def __init__(self, index: int) -> None:
         super().__init__()
         self.index = index
-        self.is_trained = is_trained
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise: tokens go to the rank of their expert by the list's own forward."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from disttrain.errors import MeshError
-from disttrain.mesh import DeviceMesh, checked_mesh
+from disttrain.mesh import DeviceMesh
+from disttrain.mesh import checked_axis as mesh_of_one
 from disttrain.process_group.functional import all_reduce, wait_tensor
 
 
@@ -16,14 +16,8 @@ def checked_axis(operation: str, axis: DeviceMesh | None) -> DeviceMesh | None:
     """
     if axis is None:
         return None
-    mesh = checked_mesh(operation, axis)
-    if mesh.ndim != 1:
-        raise MeshError(
-            operation,
-            f"the mesh has {mesh.ndim} axes, {mesh.mesh_dim_names or mesh.shape}.",
-            "Give one, such as mesh['dp'], or several flattened: mesh['dp', 'ep']._flatten().",
-            rank=mesh.get_rank(),
-        )
+    remedy = "Give one, such as mesh['dp'], or several flattened: mesh['dp', 'ep']._flatten()."
+    mesh = mesh_of_one(operation, axis, remedy)
     return mesh if mesh.size() > 1 else None
 
 

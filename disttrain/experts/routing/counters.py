@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Final
 
 import torch
@@ -17,10 +19,10 @@ NUM_OTHERS: Final = len(MEANS) + 1
 """What follows the experts' tokens in `RouterCounters.counts`: the means, and the number of choices dropped."""
 
 
-def _add(counts: torch.Tensor, indices: torch.Tensor, one: torch.Tensor, means: torch.Tensor) -> None:
+def _add(counts: torch.Tensor, indices: torch.Tensor, one: torch.Tensor, means: torch.Tensor, has_grad: bool) -> None:
     # A forward within a backward is a recomputation under activation checkpointing. Here, when the operator runs: a
     # graph that is run again for a recomputation is the one that was traced for the forward.
-    if is_in_backward():
+    if is_in_backward() or not (has_grad or _is_checkpointed()):
         return
     flat = indices.reshape(-1)
     counts.scatter_add_(0, flat, one.expand(len(flat)))
@@ -29,8 +31,21 @@ def _add(counts: torch.Tensor, indices: torch.Tensor, one: torch.Tensor, means: 
 
 
 _add_to = define(
-    "count_routing(Tensor(a!) counts, Tensor indices, Tensor one, Tensor means) -> ()", _add, lambda *args: None
+    "count_routing(Tensor(a!) counts, Tensor indices, Tensor one, Tensor means, bool has_grad) -> ()",
+    _add,
+    lambda *args: None,
 )
+
+
+def _is_checkpointed() -> bool:
+    """True within the first forward of a reentrant activation checkpoint, torch's or one after it, which records no
+    gradients though the step has some."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_qualname == "CheckpointFunction.forward":
+            return True
+        frame = frame.f_back
+    return False
 
 
 class KeepsDtypes(nn.Module):
@@ -88,20 +103,22 @@ class RouterCounters(KeepsDtypes):
         for name, _ in self.named_buffers(recurse=False):
             self.reset_buffer(name)
 
-    def add(self, indices: torch.Tensor, means: torch.Tensor) -> None:
-        """Counts a forward, but not its recomputation.
+    def add(self, indices: torch.Tensor, means: torch.Tensor, has_grad: bool) -> None:
+        """Counts a forward, but not its recomputation, nor a forward without gradients: that is an evaluation.
 
-        Args: indices  (tokens, k) int64, up to num_experts, which stands for padding;  means  the first of MEANS.
+        Args: indices  (tokens, k) int64, up to num_experts, which stands for padding;  means  the first of MEANS;
+              has_grad  gradients are recorded, though perhaps not here.
         """
         if len(indices):
-            _add_to(self.counts, indices, self.one, means.detach())
+            _add_to(self.counts, indices, self.one, means.detach(), has_grad)
 
     def add_dropped(self, num_dropped: torch.Tensor) -> None:
         """Counts choices that an expert without room did not take: one number on the counters' device."""
         others = torch.zeros(NUM_OTHERS, dtype=torch.float64, device=self.counts.device)
         others[-1] = num_dropped
         # As the means of one token that has no expert.
-        _add_to(self.counts, torch.zeros(1, 0, dtype=torch.int64, device=self.counts.device), self.one, others)
+        nobody = torch.zeros(1, 0, dtype=torch.int64, device=self.counts.device)
+        _add_to(self.counts, nobody, self.one, others, torch.is_grad_enabled())
 
     def since_update(self) -> torch.Tensor:
         """(num_experts,) fp64: tokens of each expert since the bias was last updated; and begins anew."""

@@ -63,10 +63,11 @@ class RouterWatch(RouterCounters):
             losses = [balance_of(sums, self.rule, is_per_choice=balance.is_per_choice), z_of(sums)]
             loss = balance.aux_loss_coeff * losses[0] + balance.z_loss_coeff * losses[1]
             weights = with_loss(weights, loss, self.loss_scale)
+        has_grad = torch.is_grad_enabled()
         with torch.no_grad():
             # What follows the host must do for each layer: as few launches as it takes.
             shares = shares if mask is None else shares.masked_fill(~mask[:, None], 0)
-            self.add(routing.indices, torch.stack([torch.special.entr(shares).mean(), *losses]))
+            self.add(routing.indices, torch.stack([torch.special.entr(shares).mean(), *losses]), has_grad)
         return weights
 
 

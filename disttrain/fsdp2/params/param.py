@@ -78,9 +78,10 @@ class ShardedParam:
         local = whole.narrow(dim, first_row, rows)
         self.sharded = nn.Parameter(DTensor(local, self.spec), requires_grad=parameter.requires_grad)
         self.sharded.__dict__[_SHARD_OF] = id(self)
-        if (axis := divided_along(owners)) is not None:
-            # Optimizers ask for it.
-            self.sharded.__dict__["divided_along"] = axis
+        for key in ("divided_along", "beside_divided"):
+            if (axis := _said_of(owners, key)) is not None:
+                # Optimizers ask for it.
+                self.sharded.__dict__[key] = axis
         move_hooks(parameter, self.sharded)
         self._shard_view: torch.Tensor | None = None
         self._view_of: tuple[tuple[int, ...], tuple[int, ...]] | None = None
@@ -272,7 +273,11 @@ class LaidOut:
 def divided_along(owners: Sequence[Owner]) -> DeviceMesh | None:
     """The axis whose ranks have other parameters in the place of this one, as of experts that are modules of their own:
     modules say so by an attribute `divided_along`."""
-    return next((axis for owner in owners if (axis := vars(owner.module).get("divided_along")) is not None), None)
+    return _said_of(owners, "divided_along")
+
+
+def _said_of(owners: Sequence[Owner], key: str) -> DeviceMesh | None:
+    return next((axis for owner in owners if (axis := vars(owner.module).get(key)) is not None), None)
 
 
 def check_can_shard(fqn: str, parameter: nn.Parameter, device: torch.device, rank: int) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -17,6 +18,8 @@ from disttrain.kernels.use import Replaced
 from disttrain.process_group.current import has_world
 from disttrain.settings import WORLD_SIZE
 
+_NOT_ASKED: Final = "experts' products change with experts=True alone"
+
 
 def use_float8(
     model: nn.Module,
@@ -24,6 +27,7 @@ def use_float8(
     *,
     filter: Filter | None = None,
     num_tokens: int | None = 8192,
+    experts: bool = False,
     report: Callable[[str], None] = write,
 ) -> tuple[Replaced, ...]:
     """Let the linear layers of `model`, which stays the same object with the same parameters and names, multiply in
@@ -41,6 +45,8 @@ def use_float8(
              filter  says of a layer's name and the layer whether it is to change; then the head is not left alone,
                      and nothing is measured.
              num_tokens  rows that a layer multiplies at once, for the measurement; None: all that can be are changed.
+             experts  layers of `disttrain.experts`, also those that `use_experts` took, multiply in float8 as well, but
+                     not for their weights' gradients. Nothing is measured: see `benchmarks/experts_gpu.py --float8`.
              report  is given the lines that say what was changed and what was left; the default prints them.
     Returns: all that was changed, by the modules' names.
     Raises:  ShapeError for another recipe, or no tokens; ShardingError for a weight that is a DTensor already.
@@ -54,6 +60,8 @@ def use_float8(
         report("use_float8: nothing is measured before init_process_group, since ranks could not agree")
         is_measured = False
     gains: dict[Gain, bool] = {}
+    grouped = dict(_expert_layers(model))
+    reasons = {name: layer.float8_obstacle() if experts else _NOT_ASKED for name, layer in grouped.items()}
 
     def obstacle(layer: nn.Linear) -> str:
         reason = _obstacle(layer)
@@ -65,12 +73,23 @@ def use_float8(
             gains[gain] = pays(gain, recipe)
         return "" if gains[gain] else str(gain)
 
-    layers = choose_linears("use_float8", model, Float8Linear, obstacle, filter, report)
+    layers = choose_linears("use_float8", model, Float8Linear, obstacle, filter, report, reasons)
     _report_gains([gain for gain, is_used in gains.items() if is_used], report)
     for _, layer in layers:
         layer.__class__ = Float8Linear
         layer.recipe = recipe  # type: ignore[assignment]  # the stubs know tensors and modules alone
-    return tuple(Replaced(name, "float8 linear") for name, _ in layers)
+    taken = [name for name, reason in reasons.items() if not reason]
+    for name in taken:
+        grouped[name].float8 = recipe
+    if taken:
+        report(f"use_float8: {len(taken)} layers of experts")
+    kinds = (("float8 linear", [name for name, _ in layers]), ("float8 experts", taken))
+    return tuple(Replaced(name, kind) for kind, names in kinds for name in names)
+
+
+def _expert_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """By what they are asked: they are made above this package."""
+    return ((name, module) for name, module in model.named_modules() if hasattr(module, "float8_obstacle"))
 
 
 def _report_gains(gains: list[Gain], report: Callable[[str], None]) -> None:

@@ -1,4 +1,5 @@
-"""Products by expert in float8: both factors are cast, with a scale for each row or for each matrix.
+"""Products by expert in float8: both factors are cast, with a scale for each row, or one for all rows and one for all
+experts' weights.
 
 Gradients of weights are products of what was not cast: there rows are summed up, and their number is the device's
 alone, while torch's float8 products sum multiples of 16.
@@ -12,12 +13,11 @@ import torch
 
 from disttrain.kernels._torch import scaled_grouped_mm
 from disttrain.kernels.float8.operator import cast, obstacle
+from disttrain.kernels.float8.reference import LINE
 from disttrain.kernels.grouped import choice, reference
 
 RECIPES: Final = ("", "tensorwise", "rowwise")
 _DTYPE: Final = torch.float8_e4m3fn
-_LINE: Final = 16
-"""Elements of a row are multiples of it in float8 products."""
 
 outer = choice.outer
 
@@ -26,7 +26,7 @@ def product(
     x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, is_transposed: bool, recipe: str
 ) -> torch.Tensor:
     """As `choice.product`, in float8 where there is a `recipe` and sizes are multiples of 16."""
-    if not recipe or x.shape[1] % _LINE or weight.shape[1] % _LINE or weight.shape[2] % _LINE or not x.numel():
+    if not recipe or x.shape[1] % LINE or weight.shape[1] % LINE or weight.shape[2] % LINE or not x.numel():
         return choice.product(x, weight, ends, is_transposed)
     matrices = weight.transpose(1, 2).contiguous() if is_transposed else weight
     by_rows = recipe == "rowwise"

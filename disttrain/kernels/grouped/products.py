@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -217,30 +217,43 @@ def _backward_of_linear(ctx: Any, grad: torch.Tensor) -> Any:
 Optional = torch.Tensor | None
 
 
-def _mlp(
-    x: torch.Tensor,
-    ends: torch.Tensor,
-    order: Optional,
-    slots: Optional,
-    weights: Optional,
-    gate: torch.Tensor,
-    up: Optional,
-    down: torch.Tensor,
-    gate_bias: Optional,
-    down_bias: Optional,
-    activation: str,
-    is_interleaved: bool,
-    is_transposed: bool,
-    limit: float,
-    alpha: float,
-    recipe: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    form = GatedForm(activation, is_interleaved, is_transposed, limit, alpha)
-    experts = _experts(gate, up, down, gate_bias, down_bias)
-    result, of_gate, of_up = mlp.forward(
-        x.contiguous(), ends, _tokens(order, slots, ends, weights), experts, form, recipe
-    )
-    return result, of_gate, x.new_empty(0) if of_up is None else of_up
+class _Given(NamedTuple):
+    """The arguments of `MLP`, in their order."""
+
+    x: torch.Tensor
+    ends: torch.Tensor
+    order: Optional
+    slots: Optional
+    weights: Optional
+    gate: torch.Tensor
+    up: Optional
+    down: torch.Tensor
+    gate_bias: Optional
+    down_bias: Optional
+    activation: str
+    is_interleaved: bool
+    is_transposed: bool
+    limit: float
+    alpha: float
+    recipe: str
+
+    def parts(self) -> tuple[torch.Tensor, torch.Tensor, mlp.Tokens | None, mlp.ExpertWeights]:
+        """x, ends, tokens and weights, as `mlp` takes them, each laid out line by line."""
+        tokens = None
+        if self.order is not None and self.slots is not None and self.weights is not None:
+            tokens = mlp.Tokens(self.order, self.slots, self.ends, self.weights.contiguous())
+        rest = (None if each is None else each.contiguous() for each in self[6:10])
+        return self.x.contiguous(), self.ends, tokens, mlp.ExpertWeights(self.gate.contiguous(), *rest)  # type: ignore[arg-type]
+
+    @property
+    def form(self) -> GatedForm:
+        return GatedForm(*self[10:15])
+
+
+def _mlp(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    given = _Given(*arguments)
+    result, of_gate, of_up = mlp.forward(*given.parts(), given.form, given.recipe)
+    return result, of_gate, given.x.new_empty(0) if of_up is None else of_up
 
 
 def _mlp_shapes(
@@ -252,45 +265,14 @@ def _mlp_shapes(
     return x.new_empty(x.shape), kept, x.new_empty(0 if up is None else kept.shape)
 
 
-def _mlp_backward(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    ends: torch.Tensor,
-    order: Optional,
-    slots: Optional,
-    weights: Optional,
-    gate: torch.Tensor,
-    up: Optional,
-    down: torch.Tensor,
-    gate_bias: Optional,
-    down_bias: Optional,
-    kept_gate: torch.Tensor,
-    kept_up: torch.Tensor,
-    activation: str,
-    is_interleaved: bool,
-    is_transposed: bool,
-    limit: float,
-    alpha: float,
-    recipe: str,
-    wants_x: bool,
-    wants_experts: bool,
-) -> list[torch.Tensor]:
-    form = GatedForm(activation, is_interleaved, is_transposed, limit, alpha)
-    grads = mlp.backward(
-        grad.contiguous(),
-        x.contiguous(),
-        ends,
-        _tokens(order, slots, ends, weights),
-        _experts(gate, up, down, gate_bias, down_bias),
-        kept_gate,
-        None if up is None else kept_up,
-        form,
-        recipe,
-        wants_x,
-        wants_experts,
-    )
+def _mlp_backward(grad: torch.Tensor, *arguments: Any) -> list[torch.Tensor]:
+    """`arguments`: those of `MLP`, with what it kept of gate and up behind the tensors, and what is wanted at last."""
+    tensors, (kept_gate, kept_up), plain, wanted = arguments[:10], arguments[10:12], arguments[12:18], arguments[18:]
+    given = _Given(*tensors, *plain)
+    kept_up = None if given.up is None else kept_up
+    grads = mlp.backward(grad.contiguous(), *given.parts(), kept_gate, kept_up, given.form, given.recipe, *wanted)
     results = (grads.x, grads.weights, grads.gate, grads.up, grads.down, grads.gate_bias, grads.down_bias)
-    return [x.new_empty(0) if result is None else result for result in results]
+    return [given.x.new_empty(0) if result is None else result for result in results]
 
 
 def _mlp_backward_shapes(
@@ -300,19 +282,6 @@ def _mlp_backward_shapes(
     experts = [*rest[:4], rest[4]] if wants_experts else [None] * 4 + [rest[4]]
     tensors = (x if wants_x else None, weights, *experts)
     return [x.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape) for tensor in tensors]
-
-
-def _tokens(order: Optional, slots: Optional, ends: torch.Tensor, weights: Optional) -> mlp.Tokens | None:
-    if order is None or slots is None or weights is None:
-        return None
-    return mlp.Tokens(order, slots, ends, weights.contiguous())
-
-
-def _experts(
-    gate: torch.Tensor, up: Optional, down: torch.Tensor, gate_bias: Optional, down_bias: Optional
-) -> mlp.ExpertWeights:
-    rest = (None if tensor is None else tensor.contiguous() for tensor in (up, down, gate_bias, down_bias))
-    return mlp.ExpertWeights(gate.contiguous(), *rest)  # type: ignore[arg-type]
 
 
 def _keep_mlp(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

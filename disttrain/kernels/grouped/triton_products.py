@@ -147,24 +147,32 @@ def _bias_weights_grad(
 
 
 @triton.jit
-def _product(
-    x, weight, result, ends, in_size, out_size, expert_stride, out_stride, in_stride, num_columns,
-    NUM_EXPERTS: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-):  # fmt: skip
-    """A tile of one expert's product. Tiles are counted expert by expert; which one this is, the ends tell."""
-    tile, column = tl.program_id(0) // num_columns, tl.program_id(0) % num_columns
+def tile_of_rows(tile, ends, NUM_EXPERTS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """The expert of a tile of so many rows, the tile's first row, and the first row after the expert's. Tiles are
+    counted expert by expert; past the last one the expert is NUM_EXPERTS."""
     experts = tl.arange(0, WIDTH)
     is_expert = experts < NUM_EXPERTS
     limits = tl.load(ends + experts, mask=is_expert, other=0)
     begins = tl.load(ends + experts - 1, mask=is_expert & (experts > 0), other=0)
     tiles = tl.where(is_expert, (limits - begins + ROWS - 1) // ROWS, 0)
     expert = tl.sum((is_expert & (tl.cumsum(tiles, 0) <= tile)).to(tl.int32), 0)
+    before = tl.sum(tl.where(experts < expert, tiles, 0), 0)
+    begin = tl.sum(tl.where(experts == expert, begins, 0), 0)
+    end = tl.sum(tl.where(experts == expert, limits, 0), 0)
+    return expert, begin + (tile - before) * ROWS, end
+
+
+@triton.jit
+def _product(
+    x, weight, result, ends, in_size, out_size, expert_stride, out_stride, in_stride, num_columns,
+    NUM_EXPERTS: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):  # fmt: skip
+    """A tile of one expert's product."""
+    tile, column = tl.program_id(0) // num_columns, tl.program_id(0) % num_columns
+    expert, first, end = tile_of_rows(tile, ends, NUM_EXPERTS, WIDTH, ROWS)
     if expert < NUM_EXPERTS:
-        before = tl.sum(tl.where(experts < expert, tiles, 0), 0)
-        begin = tl.sum(tl.where(experts == expert, begins, 0), 0)
-        end = tl.sum(tl.where(experts == expert, limits, 0), 0)
-        rows = begin + (tile - before) * ROWS + tl.arange(0, ROWS)
+        rows = first + tl.arange(0, ROWS)
         outs, ins = column * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
         is_row, is_out = rows < end, outs < out_size
         lines = x + rows.to(tl.int64)[:, None] * in_size + ins[None, :]

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from disttrain.kernels.grouped.triton_products import tile_of_rows
+
 _DEPTH = 64
 
 
@@ -24,16 +26,8 @@ def _product(
     program = tl.program_id(0)
     tile = program // (GROUP * num_columns) * GROUP + program % (GROUP * num_columns) % GROUP
     column = program % (GROUP * num_columns) // GROUP
-    experts = tl.arange(0, WIDTH)
-    is_expert = experts < NUM_EXPERTS
-    limits = tl.load(ends + experts, mask=is_expert, other=0)
-    begins = tl.load(ends + experts - 1, mask=is_expert & (experts > 0), other=0)
-    tiles = tl.where(is_expert, (limits - begins + ROWS - 1) // ROWS, 0)
-    expert = tl.sum((is_expert & (tl.cumsum(tiles, 0) <= tile)).to(tl.int32), 0)
+    expert, first, end = tile_of_rows(tile, ends, NUM_EXPERTS, WIDTH, ROWS)
     if expert < NUM_EXPERTS:
-        before = tl.sum(tl.where(experts < expert, tiles, 0), 0)
-        end = tl.sum(tl.where(experts == expert, limits, 0), 0)
-        first = tl.sum(tl.where(experts == expert, begins, 0), 0) + (tile - before) * ROWS
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for depth in range(0, in_size, DEPTH):
             left = x.load([first, depth])

@@ -206,9 +206,10 @@ class FusedOptimizer(Optimizer):
         return (clipped if grad_scale is None else clipped * grad_scale).float()
 
     def _check_all_are_counted(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Raise for parameters in whose place other ranks have others, as experts of a ModuleList: each rank would clip
-        by a norm of its own."""
-        divided = next((axis for p in parameters if (axis := getattr(p, "divided_along", None)) is not None), None)
+        """Raise for parameters in whose place, or beside which, other ranks have others, as experts of a ModuleList:
+        each rank would clip by a norm of its own. Ranks without experts raise, too."""
+        axes = (getattr(p, name, None) for p in parameters for name in ("divided_along", "beside_divided"))
+        divided = next((axis for axis in axes if axis is not None), None)
         if divided is not None and divided.size() > 1:
             raise ShapeError(
                 type(self).__name__,

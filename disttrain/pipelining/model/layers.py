@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
 
 from disttrain.autocast import is_within_autocast
+from disttrain.made_classes import made_by
 from disttrain.pipelining.model import functions
 
 _CONV1D = ("transformers.pytorch_utils", "Conv1D")
@@ -27,7 +28,7 @@ def split_layers(module: nn.Module) -> int:
     """
     layers = [(layer, kind) for layer in module.modules() if (kind := _kind(layer)) is not None]
     for layer, kind in layers:
-        layer.__class__ = _joined((kind, type(layer)))
+        layer.__class__ = _joined(cast(Any, kind), cast(Any, type(layer)))
     return len(layers) + sum(_split_graph(child) for child in module.modules() if isinstance(child, fx.GraphModule))
 
 
@@ -120,6 +121,5 @@ def _kind(layer: nn.Module) -> type[SplitLayer] | None:
 
 
 @functools.cache
-def _joined(classes: tuple[type[SplitLayer], type[nn.Module]]) -> type[nn.Module]:
-    kind, cls = classes
-    return type(f"Split{cls.__name__}", (kind, cls), {})
+def _joined(kind: Any, cls: Any) -> type[nn.Module]:
+    return made_by(type(f"Split{cls.__name__}", (kind, cls), {}), _joined, kind, cls)

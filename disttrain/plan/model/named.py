@@ -35,6 +35,24 @@ _OTHERS = {
 }
 """Less often asked for, by their whole names. Sources: "LLaMA" (arXiv:2302.13971), table 2, and each config.json
 (Mistral's of version 0.3, which has no sliding window)."""
+
+
+def _qwen3(dim: int, num_layers: int, num_heads: int, ffn_size: int, expert_size: int) -> LlamaSizes:
+    """128 experts, 8 for each token, with norms of each head's queries and keys."""
+    return LlamaSizes(
+        dim,
+        num_layers,
+        num_heads,
+        4,
+        ffn_size,
+        151_936,
+        head_size=128,
+        rotary_base=1e6,
+        extra_elements=256,
+        experts=ExpertSizes(num_experts=128, top_k=8, ffn_size=expert_size),
+    )
+
+
 _GPT_OSS_EXTRA = 64 * 64 + 2 * 8 * 64 + 2880 + 64
 """Biases of attention's four layers, and a sink for each head."""
 _MIXTURES = {
@@ -44,30 +62,8 @@ _MIXTURES = {
     "mixtral-8x22b": LlamaSizes(
         6144, 56, 48, 8, 16384, 32000, rotary_base=1e6, experts=ExpertSizes(num_experts=8, top_k=2, ffn_size=16384)
     ),
-    "qwen3-30b-a3b": LlamaSizes(
-        2048,
-        48,
-        32,
-        4,
-        6144,
-        151_936,
-        head_size=128,
-        rotary_base=1e6,
-        extra_elements=256,
-        experts=ExpertSizes(num_experts=128, top_k=8, ffn_size=768),
-    ),
-    "qwen3-235b-a22b": LlamaSizes(
-        4096,
-        94,
-        64,
-        4,
-        12_288,
-        151_936,
-        head_size=128,
-        rotary_base=1e6,
-        extra_elements=256,
-        experts=ExpertSizes(num_experts=128, top_k=8, ffn_size=1536),
-    ),
+    "qwen3-30b-a3b": _qwen3(2048, 48, 32, 6144, 768),
+    "qwen3-235b-a22b": _qwen3(4096, 94, 64, 12_288, 1536),
     "deepseek-v2-lite": LlamaSizes(
         2048,
         27,

@@ -18,6 +18,8 @@ from disttrain.tp.styles import ColwiseParallel, ParallelStyle
 
 _COUNTS: Final = ("n_heads", "num_heads", "num_attention_heads", "n_head")
 """Attributes by which an attention says how many heads it has."""
+_GROUPS: Final = ("num_key_value_groups", "num_queries_per_kv", "n_rep")
+"""Attributes by which it says how many heads of queries share one of keys and values."""
 _OF_PROJECTIONS: Final = re.compile(r"(^|_)(q|k|query|key)(_|norm|$)")
 """Names of norms of queries and keys."""
 
@@ -73,6 +75,12 @@ class Heads:
         """The style that divides the numbers of heads by which the module counts."""
         names = [name for name in _COUNTS if vars(module).get(name) == self.num]
         return DivideAttributes(*names) if names else None
+
+    def grouped(self, module: nn.Module) -> DivideAttributes | None:
+        """The style of what says how many heads of queries one of keys and values serves, which ranks may share."""
+        names = [name for name in _GROUPS if vars(module).get(name) == self.num // self.num_kv]
+        is_shared = self.num_kv < self.num and not self.num % self.num_kv
+        return DivideAttributes(*names, num_kv_heads=self.num_kv) if names and is_shared else None
 
     def of_part(self, name: str, module: nn.Module) -> ParallelStyle | None:
         """The style of a module within the attention that is no norm of single heads and no linear layer."""

@@ -194,6 +194,8 @@ def _cut_pair(
         styles += heads.own_styles(name, module)
         if counts and (counted := heads.counted(module)) is not None:
             styles.append(counted)
+        if (grouped := heads.grouped(module)) is not None:
+            styles.append(grouped)
     entries = []
     if styles:
         entries.append(Entry(name, styles[0] if len(styles) == 1 else Together(*styles), module, dim))

@@ -122,7 +122,8 @@ def _described(style: ParallelStyle) -> str:
     if isinstance(style, PrepareModuleInput):
         return f"input {style.input_layouts} -> {style.desired_input_layouts}"
     if isinstance(style, DivideAttributes):
-        return f"{', '.join(style.names)} / ranks"
+        each = "" if style.num_kv_heads is None else " of one head"
+        return f"{', '.join(style.names)} / ranks{each}"
     shown = {
         "input_layouts": "input {}",
         "output_layouts": "output {}",
