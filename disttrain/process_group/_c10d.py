@@ -234,9 +234,10 @@ class TorchRegistration:
         """As destroying would, but for the transports, which stay."""
         self._restore()
         world: Any = distributed_c10d._world
-        for of_group in (world.pg_map, world.pg_names, world.pg_backend_config, world.pg_to_tag):
+        for of_group in (world.pg_map, world.pg_names, world.pg_to_tag):
             of_group.pop(self.group, None)
-        world.pg_group_ranks.clear()  # also of groups of ours, which it alone made known
+        for of_group in (world.pg_group_ranks, world.pg_backend_config):
+            of_group.clear()  # also of groups of ours, which it alone made known
         world.tags_to_pg[""].remove(self.group)
         bindings: Any = c10d
         bindings._unregister_process_group(self._name)
@@ -254,14 +255,18 @@ class TorchRegistration:
             torch.distributed.destroy_process_group(self.group)
 
 
-def tell_ranks(group: Any, ranks: Ranks) -> None:
-    """Let torch's functions in Python, which call a group's methods, translate ranks for a group of ours itself."""
-    known: Any = distributed_c10d._world.pg_group_ranks
-    known[group] = Positions(ranks)
+def tell_ranks(group: Any, ranks: Ranks, backend: str) -> None:
+    """Let torch's functions in Python, which call a group's methods, translate ranks for a group of ours itself, and
+    know its backend, as in `cpu:gloo,cuda:nccl`."""
+    world: Any = distributed_c10d._world
+    world.pg_group_ranks[group] = Positions(ranks)
+    world.pg_backend_config[group] = backend
 
 
 def forget_ranks(group: Any) -> None:
-    distributed_c10d._world.pg_group_ranks.pop(group, None)
+    world: Any = distributed_c10d._world
+    world.pg_group_ranks.pop(group, None)
+    world.pg_backend_config.pop(group, None)
 
 
 def _set_init(function: Any) -> None:
