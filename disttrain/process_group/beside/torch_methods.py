@@ -21,9 +21,8 @@ def add_torch_methods(group_class: type[object]) -> None:
     """Name by name: a class with `__getattr__` takes three times as long for each attribute, at each collective."""
     for name in NAMES:
         setattr(group_class, name, property(partial(_method, name=name)))
-    group_class.__str__ = _text  # type: ignore[method-assign]
-    group_class.__bool__ = _is_true  # type: ignore[attr-defined]
-    group_class.__iter__ = _refused_iteration  # type: ignore[attr-defined]
+    for name, method in (("__str__", _text), ("__bool__", _is_true), ("__iter__", _refused_iteration)):
+        setattr(group_class, name, method)
 
 
 class _Callable(Protocol):
