@@ -35,7 +35,7 @@ fuzz: $(READY) ## Look by random programs, uses and faults for what no test has 
 
 wheels: $(READY) ## Follow the tutorial with the wheel, on other Pythons too (PYTHONS), each with a torch of its own.
 	@mkdir -p build/wheels; ready="$(CURDIR)/$(BIN)/python"; for python in $(PYTHONS); do \
-	  "$$python" -c '' 2>/dev/null || { echo "skipped: there is no $$python"; continue; }; \
+	  "$$python" -c '' 2>/dev/null || { echo "skipped: $$python does not start here (PYTHONS: paths will do)"; continue; }; \
 	  home=build/wheels/$$(basename $$python); "$$python" -m venv $$home && \
 	  $$home/bin/python -m pip install --quiet '$(TORCH)' msgpack numpy uvloop xxhash || exit 1; \
 	  ready="$$ready:$(CURDIR)/$$home/bin/python"; done; \

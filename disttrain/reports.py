@@ -28,6 +28,8 @@ EX_TEMPFAIL."""
 
 PAGE_BYTES: Final = 4096
 _MARK_AT: Final = PAGE_BYTES - 1
+_ASKS_AT: Final = PAGE_BYTES - 2
+"""Where a worker says that it asks whether to stop."""
 NOTICED: Final = b"n"
 """A mark of the launcher's: it was told to go, and has told the workers, or those that can hear it already."""
 ENDING: Final = b"e"
@@ -100,7 +102,7 @@ def write(page: mmap.mmap, numbers: Numbers) -> None:
         text = msgpack.packb([time.time(), numbers])
     except ValueError:
         return  # A name that no text can hold.
-    if _HEAD.size + len(text) <= _MARK_AT:
+    if _HEAD.size + len(text) <= _ASKS_AT:
         page[: _HEAD.size + len(text)] = _HEAD.pack(len(text), zlib.crc32(text)) + text
 
 
@@ -144,6 +146,18 @@ def own_mark() -> bytes:
     """The launcher's mark on this process's page; empty where there is none, or no launcher."""
     page = _own_page()
     return b"" if page is None else page[_MARK_AT:].rstrip(b"\0")
+
+
+def say_asks() -> None:
+    """Let the launcher know that this worker takes SIGTERM for a notice, and so will the others."""
+    page = _own_page()
+    if page is not None:
+        page[_ASKS_AT:_MARK_AT] = b"a"
+
+
+def asks(page: bytes) -> bool:
+    """True where the worker whose page this is has said so."""
+    return page[_ASKS_AT:_MARK_AT] == b"a"
 
 
 def open_page(file: Path) -> mmap.mmap:

@@ -1,7 +1,7 @@
 """The one door to torch's transports: its C++ Gloo and NCCL groups, driven through a disttrain store.
 
-Only this file names what torch keeps private about process groups (`torch._C._distributed_c10d`). The groups
-are used as bare transports. torch's own registry of process groups hears of those that are to be known there.
+Only this file names what torch keeps private about process groups (`torch._C._distributed_c10d`). The groups are used
+as bare transports. torch's registry of process groups hears of those that are to be known there.
 """
 
 from __future__ import annotations
@@ -234,9 +234,10 @@ class TorchRegistration:
         """As destroying would, but for the transports, which stay."""
         self._restore()
         world: Any = distributed_c10d._world
-        for of_group in (world.pg_map, world.pg_names, world.pg_backend_config, world.pg_to_tag):
+        for of_group in (world.pg_map, world.pg_names, world.pg_to_tag):
             of_group.pop(self.group, None)
         world.pg_group_ranks.clear()  # also of groups of ours, which it alone made known
+        world.pg_backend_config.clear()
         world.tags_to_pg[""].remove(self.group)
         bindings: Any = c10d
         bindings._unregister_process_group(self._name)
@@ -254,21 +255,21 @@ class TorchRegistration:
             torch.distributed.destroy_process_group(self.group)
 
 
-def tell_ranks(group: Any, ranks: Ranks) -> None:
-    """Let torch's functions in Python, which call a group's methods, translate ranks for a group of ours itself."""
-    known: Any = distributed_c10d._world.pg_group_ranks
-    known[group] = Positions(ranks)
+def tell_ranks(group: Any, ranks: Ranks, backend: str) -> None:
+    """Let torch's functions in Python translate ranks for a group of ours, and know its backend."""
+    known: Any = distributed_c10d._world
+    known.pg_group_ranks[group], known.pg_backend_config[group] = Positions(ranks), backend
 
 
 def forget_ranks(group: Any) -> None:
     distributed_c10d._world.pg_group_ranks.pop(group, None)
+    distributed_c10d._world.pg_backend_config.pop(group, None)
 
 
 def _set_init(function: Any) -> None:
     """Under both names that scripts call."""
-    modules: tuple[Any, ...] = (distributed_c10d, torch.distributed)
-    for module in modules:
-        module.init_process_group = function
+    for module in (distributed_c10d, torch.distributed):
+        setattr(module, "init_process_group", function)  # noqa: B010  mypy knows no assignment to it
 
 
 class SharedMemory:

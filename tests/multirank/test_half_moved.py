@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import disttrain
-from disttrain.dtensor import Replicate, Shard, distribute_tensor
+from disttrain.dtensor import Partial, Replicate, Shard, distribute_tensor
 from disttrain.errors import HalfMovedError, MeshError
 from disttrain.process_group.beside.torch_callers import OURS, PRIVATE_NAMES
 from disttrain.testing.pytest_plugin import on_ranks
@@ -84,6 +84,11 @@ def test_placements_of_ours_are_refused() -> None:
     style = parallel.ColwiseParallel(output_layouts=Replicate())  # type: ignore[arg-type]
     with pytest.raises(HalfMovedError, match=said):
         parallel.parallelize_module(nn.Linear(4, 4), mesh, style)(torch.ones(2, 4))
+    for ours in (Shard(0), Replicate(), Partial()):
+        said = "distribute_tensor: it is torch's, and is given a placement of disttrain's. Import distribute_tensor"
+        with pytest.raises(HalfMovedError, match=said):
+            tensor.distribute_tensor(torch.ones(4, 4), mesh, [ours])
+        assert str(ours) == f"{ours}" == repr(ours)
 
 
 @on_ranks(2)
@@ -111,6 +116,36 @@ def test_groups_of_ours_are_looked_up_in_vain_and_torch_s_are_taken() -> None:
     torch.distributed.all_gather_object(objects, world.rank, group=theirs)
     assert objects == [0, 1]
     assert str(group) == repr(group)
+
+
+@on_ranks(2)
+def test_groups_of_ours_are_refused_where_c_plus_plus_or_a_mesh_of_torch_s_would_take_them() -> None:
+    from torch.distributed._composable.replicate import replicate
+    from torch.distributed.device_mesh import DeviceMesh
+
+    world = disttrain.current_world()
+    world.default_group.to_torch()
+    group: Any = disttrain.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)).get_group()
+    calls: dict[str, Call] = {
+        "DistributedDataParallel": lambda group: nn.parallel.DistributedDataParallel(
+            nn.Linear(2, 2), process_group=group
+        ),
+        "replicate": lambda group: replicate(nn.Linear(2, 2), process_group=group)(torch.ones(1, 2)),
+        "DeviceMesh.from_group": lambda group: DeviceMesh.from_group(group, "cpu"),
+    }
+    for name, call in calls.items():
+        # What `replicate` makes, it makes in a hook.
+        said = (
+            rf"({name}|DistributedDataParallel): it is torch's, and is given a group of disttrain's\. Give .*to_torch"
+        )
+        for ours in (group, disttrain.group.WORLD):
+            with pytest.raises(HalfMovedError, match=said):
+                call(ours)
+        call(disttrain.to_torch(group))
+    assert group
+    with pytest.raises(TypeError, match="'ProcessGroup' object is not iterable"):
+        list(group)
+    assert torch.distributed.get_backend_config(group) == "cpu:gloo"
 
 
 @on_ranks(1)

@@ -35,7 +35,8 @@ def new_environment(folder: Path, wheel: Path, base: str = sys.executable) -> di
     )
     others = [path for path in asked.stdout.splitlines() if Path(path).name in ("site-packages", "dist-packages")]
     (site / "others.pth").write_text("\n".join(others), encoding="utf-8")
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "install"]
+    # The pip that came with `base`: an older one may not run on a newer Python.
+    pip = [base, "-m", "pip", "--python", str(python), "install"]
     options = ["--quiet", "--no-index", "--no-deps", "--no-compile", "--ignore-installed"]
     subprocess.run([*pip, *options, str(wheel)], check=True, capture_output=True)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("DISTTRAIN_", "OMP_", "PYTHON"))}

@@ -24,6 +24,10 @@ def parser() -> Parser:
     ("line", "said"),
     [
         (["--rank=4"], "tool: unrecognized arguments: --rank=4. Did you mean --ranks? See tool --help."),
+        (
+            ["show", "--micro=4"],
+            "tool: unrecognized arguments: --micro=4. Did you mean --microbatches? See tool --help.",
+        ),
         (["show", "--microbatch=4"], "tool: unrecognized arguments: --microbatch=4. Did you mean --microbatches? See"),
         (["--xyz"], "tool: unrecognized arguments: --xyz. See tool --help."),
         (["--ranks", "x"], "tool: argument --ranks: invalid int value: 'x'. See tool --help."),

@@ -101,6 +101,13 @@ def test_a_rank_that_raised() -> None:
     assert verdict.summary.endswith("it ended with ValueError (bad batch) at /job/train.py:44 in load.")
 
 
+def test_of_ranks_that_raised_alike_it_is_said_what_the_first_ended_with() -> None:
+    failure = Failure("ValueError", "bad batch", (line(44, "load"),))
+    (verdict,) = _judge(*(_healthy(rank, 2).dump(reason="uncaught exception", failure=failure) for rank in range(2)))
+    said = "Ranks 0, 1 ended early: rank 0 ended with ValueError (bad batch) at /job/train.py:44 in load."
+    assert verdict.summary == said
+
+
 def test_who_waits_for_a_rank_that_waits_is_not_to_blame() -> None:
     """Rank 0 waits for 1, which waits in another group for 2, which is in Python."""
     verdicts = _judge(

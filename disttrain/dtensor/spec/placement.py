@@ -30,6 +30,10 @@ class Placement(GraphConstant):
         """The tensor dim of which the ranks hold different pieces; None for Replicate and Partial."""
         return None
 
+    def __str__(self) -> str:
+        check_caller("placement")  # torch's functions put what they do not know into an error
+        return repr(self)
+
     def is_shard(self, dim: int | None = None) -> bool:
         """True for Shard, of `dim` if one is given; StridedShard is another kind."""
         check_caller("placement")

@@ -123,6 +123,8 @@ def _raised(matched: Match, _waits: Sequence[Wait]) -> list[Verdict]:
     if not ranks:
         return []
     cause, why = cause_of_absence(matched, ranks[0], was_broken=False)
+    if len(ranks) > 1:
+        why = f"rank {ranks[0]} {why.removeprefix('it ')}"
     summary = f"{capitalized(ranks_text(ranks))} ended early: {why}."
     return [
         Verdict(Kind.RANK_ABSENT, ranks, summary, tuple(stack_line(matched.dumps[rank]) for rank in ranks[:4]), cause)

@@ -21,6 +21,8 @@ Finish = Callable[[], Sequence[torch.Tensor]]
 
 _UNKNOWN_AFTER_S: Final = 0.4
 """The time that ranks may take after a failure to find out which of their calls do not fit."""
+_INSTANT: Final = timedelta(milliseconds=1)
+"""torch takes a timeout of nothing for none at all."""
 _TOO_LARGE: Final = "a message came that is larger than what this rank waits for"
 
 
@@ -98,20 +100,19 @@ class InterruptibleWork:
                 self._scope.dropped.append(self._started)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        if timeout is None:
-            # Most end here: what only some need is asked for afterwards.
-            try:
-                self._has_ended = self._started.wait(self.MOMENT)
-            except RuntimeError:
-                self._has_ended = self._waited_on(None)
-        elif timeout <= self.MOMENT:
+        if timeout is not None and timeout <= self.MOMENT:
             self._has_ended = self._started.wait(timeout)
+            return self._has_ended
+        deadline_s = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        # Most end here: what only some need is asked for afterwards. Not while the error is handled: the end of a slice
+        # is no cause of what is raised later.
+        try:
+            self._has_ended = self._started.wait(self.MOMENT)
+        except RuntimeError:
+            pass
         else:
-            deadline_s = time.monotonic() + timeout.total_seconds()
-            try:
-                self._has_ended = self._started.wait(self.MOMENT)
-            except RuntimeError:
-                self._has_ended = self._waited_on(deadline_s)
+            return self._has_ended
+        self._has_ended = self._waited_on(deadline_s)
         return self._has_ended
 
     def _waited_on(self, deadline_s: float | None) -> bool:
@@ -131,14 +132,15 @@ class InterruptibleWork:
             try:
                 return started.wait(self.SLICE)
             except RuntimeError:
-                if started.is_completed():
-                    return started.wait()
-                if self._scope.is_given_up:
-                    # Its destructor would wait for what is still under way, in whichever thread forgets it last.
-                    keep_for_good(self._transport)
-                self._scope.check()
-                if deadline_s is not None and time.monotonic() >= deadline_s:
-                    raise
+                pass
+            if started.is_completed():
+                return started.wait()
+            if self._scope.is_given_up:
+                # Its destructor would wait for what is still under way, in whichever thread forgets it last.
+                keep_for_good(self._transport)
+            self._scope.check()
+            if deadline_s is not None and time.monotonic() >= deadline_s:
+                return started.wait(_INSTANT)  # It raises.
 
     def _look(self, began_s: float) -> None:
         """Find out whether to wait is in vain. Raises InterruptedError where somebody knows that, and why."""
@@ -170,7 +172,6 @@ def _ends(work: TransportWork, deadline_s: float) -> bool:
     if work.is_completed():
         return True
     try:
-        # torch takes a timeout of nothing for none at all.
-        return work.wait(timedelta(seconds=max(deadline_s - time.monotonic(), 1e-3)))
+        return work.wait(max(timedelta(seconds=deadline_s - time.monotonic()), _INSTANT))
     except RuntimeError:
         return work.is_completed()

@@ -29,7 +29,8 @@ PRIVATE_NAMES: Final = (
     *("_mesh_dim_names", "_pg_registry", "_rank_map", "_root_mesh", "_thread_id"),
 )
 """What torch's functions read of torch's meshes."""
-_LOOK_UP: Final = ("get_backend", "get_backend_config", "_resolve_group")
+_LOOK_UP: Final = ("get_backend", "_resolve_group")
+_HAND_TO_CPP: Final = "DistributedDataParallel.__init__"
 _TORCHS: Final = "torch.distributed"
 _MADE_BY: Final = {
     "mesh": "torch.distributed.device_mesh.init_device_mesh",
@@ -38,8 +39,8 @@ _MADE_BY: Final = {
 
 
 def check_caller(what: str) -> None:
-    """Raises HalfMovedError where a method of a mesh or placement, which `what` says, is called by a function of
-    torch's. Calls of user code and of ours pass."""
+    """Raises HalfMovedError where a method of a mesh, placement or group, which `what` says, is called by a function of
+    torch's that cannot go on with it. Calls of user code and of ours pass."""
     frame = sys._getframe(2)
     if frame.f_globals.get("__name__", "").startswith(_TORCHS) and not _is_description(frame):
         _refuse(frame, what)
@@ -64,12 +65,21 @@ def check_shower(what: str) -> None:
         _refuse(frame, what)
 
 
+def check_taker() -> None:
+    """Raises HalfMovedError where a group is asked whether it is true, by a class of torch's that gives it to C++."""
+    frame = sys._getframe(2)
+    if frame.f_code.co_qualname == _HAND_TO_CPP and frame.f_globals.get("__name__", "").startswith("torch."):
+        _refuse(frame, "group")
+
+
 def _refuse(frame: FrameType, what: str) -> NoReturn:
     module, name = _asked(frame)
     first = name.partition(".")[0]
     ours = next((package for package, names in OURS.items() if first in names), None)
     if what == "group":
-        remedy = f"Call disttrain's {name}, or give disttrain.to_torch(group)."
+        has_ours = name in getattr(sys.modules.get("disttrain"), "__all__", ())
+        remedy = f"Call disttrain's {name}, or give " if has_ours else "Give "
+        remedy += "disttrain.to_torch(group)."
     else:
         remedy = f"{f'Import {first} from {ours}; or make' if ours else 'Make'} the {what} by {_MADE_BY[what]}."
     raise HalfMovedError(f"{module}.{name}", f"it is torch's, and is given a {what} of disttrain's.", remedy)

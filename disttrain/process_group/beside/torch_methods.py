@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
-from disttrain.process_group.beside.torch_callers import check_shower
+from disttrain.process_group.beside.torch_callers import check_caller, check_shower, check_taker
 
 NAMES = (
     *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "allgather_coalesced", "gather"),
@@ -21,7 +21,8 @@ def add_torch_methods(group_class: type[object]) -> None:
     """Name by name: a class with `__getattr__` takes three times as long for each attribute, at each collective."""
     for name in NAMES:
         setattr(group_class, name, property(partial(_method, name=name)))
-    group_class.__str__ = _text  # type: ignore[method-assign]
+    for name, method in (("__str__", _text), ("__bool__", _is_true), ("__iter__", _refused_iteration)):
+        setattr(group_class, name, method)
 
 
 class _Callable(Protocol):
@@ -32,6 +33,17 @@ class _Callable(Protocol):
 def _text(group: object) -> str:
     check_shower("group")
     return repr(group)
+
+
+def _is_true(group: object) -> bool:
+    check_taker()
+    return True
+
+
+def _refused_iteration(group: object) -> NoReturn:
+    """For torch, which takes what is none of its groups for a list of groups."""
+    check_caller("group")
+    raise TypeError(f"{type(group).__name__!r} object is not iterable")
 
 
 def _method(group: _Callable, name: str) -> Any:

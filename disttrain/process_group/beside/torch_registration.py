@@ -66,7 +66,7 @@ def _make_known(group: ProcessGroup, device_types: tuple[str, ...]) -> None:
     group.registration = TorchRegistration(made, name, group.members, store, names, is_default)
     group.torch_group = made
     if is_default:
-        world_of(group).make_ranks_known(lambda made: tell_ranks(made, made.members))
+        world_of(group).make_ranks_known(lambda made: tell_ranks(made, made.members, made.backend_name))
 
 
 def _check_free(group: ProcessGroup) -> None:

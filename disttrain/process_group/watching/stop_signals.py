@@ -16,7 +16,7 @@ import weakref
 from contextlib import suppress
 from typing import Final, Protocol
 
-from disttrain.reports import ENDING, NOTICED, own_mark
+from disttrain.reports import ENDING, NOTICED, own_mark, say_asks
 
 NOTICES: Final = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -62,6 +62,7 @@ class StopSignals:
             faulthandler.register(number, file=writing, all_threads=False, chain=is_taken)
             signals[reading] = number
         os.register_at_fork(after_in_child=self._let_go)
+        say_asks()
         # After the handlers: a launcher marks the page before it looks for them.
         if own_mark() == NOTICED:
             self._reason = f"a notice to the launcher on {socket.gethostname()}"

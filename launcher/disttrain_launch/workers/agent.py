@@ -323,6 +323,8 @@ class Agent:
         is_notice = number == signal.SIGUSR1
         if is_notice or self._supervision.is_stopping:
             self._board.mark(NOTICED if is_notice or self._supervision.is_orderly else ENDING)
+        # Where one rank asks, the others will: who does not hear it yet is left to find the mark.
+        is_heard_later = number == signal.SIGTERM and self._supervision.is_orderly and self._board.is_asked()
         for local_rank in self._running:
             worker = self._workers[local_rank]
             if is_notice:
@@ -333,7 +335,8 @@ class Agent:
                 continue
             # Who saves before it ends still needs its children: loaders of data would die of the signal.
             is_alone = self._supervision.is_orderly and number != signal.SIGINT and has_handler(worker.pid, number)
-            worker.send(number, with_children=with_children and not is_alone)
+            if is_alone or not is_heard_later:
+                worker.send(number, with_children=with_children and not is_alone)
 
     def _ask_for_dumps(self) -> None:
         self._deadline_s = self._settled_s

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from disttrain import settings
-from disttrain.reports import make_page, put_mark, read
+from disttrain.reports import asks, make_page, put_mark, read
 from disttrain_launch.output.view import NodeState, WorkerState
 from disttrain_launch.workers.outcome import Exit
 from disttrain_launch.workers.worker import Worker
@@ -52,6 +52,10 @@ class Board:
             for page in self._pages:
                 put_mark(page, mark)
 
+    def is_asked(self) -> bool:
+        """True once a worker of this round has asked whether to stop."""
+        return any(asks(self._page(local_rank)) for local_rank in range(len(self._pages)))
+
     def state(self) -> NodeState:
         """Of now."""
         with self._lock:
@@ -69,7 +73,10 @@ class Board:
             self._pages = []  # Nothing of it is needed for training.
 
     def _told(self, local_rank: int) -> tuple[float, dict[str, int | float | None]] | None:
+        return read(self._page(local_rank))
+
+    def _page(self, local_rank: int) -> bytes:
         try:
-            return read(self._pages[local_rank].read_bytes())
+            return self._pages[local_rank].read_bytes()
         except OSError:
-            return None  # Somebody has tidied up among temporary files.
+            return b""  # Somebody has tidied up among temporary files.

@@ -215,6 +215,34 @@ def test_a_notice_before_the_script_can_hear_it_is_not_lost(forked_launches: Lau
     assert forked_launches.end(process).exit_code == REQUEUE_EXIT_CODE
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_where_one_rank_asks_the_others_hear_of_it_with_their_first_question(
+    forked_launches: Launches, number: int
+) -> None:
+    script = forked_launches.script("""
+        import os, sys, time
+        import disttrain
+        disttrain.init_process_group()
+        if disttrain.get_rank() == 0:
+            is_told = disttrain.stop_requested()
+            print("asks", flush=True)
+        else:
+            while not os.path.exists("go"):
+                time.sleep(0.01)
+            is_told = disttrain.stop_requested()
+        while not is_told:
+            time.sleep(0.01)
+            is_told = disttrain.stop_requested()
+        sys.exit(disttrain.REQUEUE_EXIT_CODE)
+    """)
+    process = forked_launches.start("--nproc-per-node", "2", script)
+    assert forked_launches.ready(process, 1) == ["[rank 0] asks\n"]
+    process.send_signal(number)
+    time.sleep(0.5)  # nobody says when the launcher has heard it
+    (forked_launches.folder / "go").touch()
+    assert forked_launches.end(process).exit_code == REQUEUE_EXIT_CODE
+
+
 def test_a_node_that_leaves_has_the_others_save_first(
     forked_launches: Launches, undisturbed: Callable[[int], str], port: int
 ) -> None:
