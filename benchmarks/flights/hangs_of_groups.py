@@ -163,4 +163,4 @@ def _all_overlapped(num_ranks: int, received_at: int) -> Iterator[Calls]:
         step: list[Call] = [*loop(num_ranks, 2), ("world", ranks, SEND, (rank + 1) % num_ranks, 1)]
         step.append(("world", ranks, RECEIVE, (rank - 1) % num_ranks, received_at))
         calls = step * (NUM_RECORDS // len(step))
-        yield Calls(rank, calls[:8], num_open=8) if rank == 1 else Calls(rank, calls, num_open=len(calls))
+        yield Calls(rank, calls[:8], waits=False) if rank == 1 else Calls(rank, calls, num_open=len(calls))

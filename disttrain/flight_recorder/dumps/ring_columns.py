@@ -8,7 +8,7 @@ from operator import ne
 from typing import NamedTuple, TypeVar
 
 from disttrain.flight_recorder.dumps.shared_values import Shared
-from disttrain.flight_recorder.record.columns import STATE_NUMBERS, Ints, Records, device_columns, integers, times
+from disttrain.flight_recorder.record.columns import STATE_NUMBERS, Ints, Records, device_columns, times
 from disttrain.flight_recorder.record.record import CallSite, DeviceTimes, State
 
 _ENQUEUED, _COMPLETED, _FAILED = (STATE_NUMBERS[state] for state in (State.ENQUEUED, State.COMPLETED, State.FAILED))
@@ -53,14 +53,14 @@ def records_of(
     sites: Mapping[int, CallSite],
     labels: Mapping[int, tuple[str, str]],
     errors: Mapping[int, str],
-    seconds: Callable[[int], float],
+    epoch_ns: int,
     device_of: Callable[[int], DeviceTimes | None] | None,
     shared: Shared,
 ) -> Records:
     """The records in the slots with these `indexes`, in their order.
 
-    Args: sites, labels, errors  by the numbers that slots have for them;  device_of  a record by its number; None: of
-          none is anything known.
+    Args: sites, labels, errors  by the numbers that slots have for them;  epoch_ns  added to its times makes them those
+          since the epoch;  device_of  a record by its number; None: of none is anything known.
     """
 
     def column(values: Ints) -> list[int]:
@@ -71,21 +71,23 @@ def records_of(
     known_labels, label_numbers = _listed(column(slots.labels), labels)
     waits_ns = column(slots.waits_ns)
     states = bytes(
-        _ENQUEUED if not ended else _FAILED if flag & 1 else _COMPLETED
-        for ended, flag in zip(ended_ns, flags, strict=True)
+        [
+            _ENQUEUED if not ended else _FAILED if flag & 1 else _COMPLETED
+            for ended, flag in zip(ended_ns, flags, strict=True)
+        ]
     )
     failed = [index for index, state in enumerate(states) if state == _FAILED] if _FAILED in states else []
     devices = None if device_of is None else list(map(device_of, numbers))
 
     def known(values_ns: Iterable[int]) -> array[float]:
-        return times([seconds(value_ns) if value_ns else None for value_ns in values_ns])
+        return times([(value_ns + epoch_ns) / 1e9 if value_ns else None for value_ns in values_ns])
 
     return Records(
         sites=shared.listed(known_sites),
         site_numbers=shared.column(site_numbers),
-        sequences=integers(column(slots.sequences)),
+        sequences=shared.column(array("q", column(slots.sequences))),
         states=states,
-        enqueued_s=times(list(map(seconds, column(slots.began_ns)))),
+        enqueued_s=known(column(slots.began_ns)),
         completed_s=known(ended_ns),
         errors={index: errors[numbers[index]] for index in failed if numbers[index] in errors},
         labels=known_labels,

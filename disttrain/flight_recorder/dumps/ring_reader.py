@@ -233,7 +233,7 @@ class _Entries:
         records = self._records(slots, marked_ns)
         alive_s = self._seconds(words[layout.ALIVE_AT // 8]) if words[layout.ALIVE_AT // 8] else 0.0
         replays = self.listed.replays(self._seconds, lambda number: self._device(marked_ns, number), progress)
-        last_s = [*records.enqueued_s, *(end_s for end_s in records.completed_s if end_s == end_s)]
+        last_s = [*records.enqueued_s, *[end_s for end_s in records.completed_s if end_s == end_s]]
         last_s += [max(replay.enqueued_s, replay.completed_s or 0.0) for replay in replays]
         offset_s, error_s = self.clock
         return Dump(
@@ -267,7 +267,7 @@ class _Entries:
         if len(known) < len(indexes):
             self.problems.append(f"has {len(indexes) - len(known)} records of calls that it does not describe")
         device_of = partial(self._device, marked_ns) if marked_ns else None
-        return records_of(slots, known, self.sites, self.labels, self.errors, self._seconds, device_of, self.shared)
+        return records_of(slots, known, self.sites, self.labels, self.errors, self.epoch_ns, device_of, self.shared)
 
     def _device(self, marked_ns: Mapping[int, MarkedNs], number: int) -> DeviceTimes | None:
         if number not in marked_ns:
