@@ -54,7 +54,8 @@ class Calls:
 
     def dump(self, num_ranks: int) -> Dump:
         """The dump, but for what says which rank it is."""
-        sites: dict[tuple[Call, int], CallSite] = {}
+        # Without the ranks, which are many to hash: a group's name says them.
+        sites: dict[tuple[object, ...], CallSite] = {}
         last: dict[tuple[str, str, int | None], int] = {}
         groups = dict(self.groups)
         records = []
@@ -65,16 +66,17 @@ class Calls:
             last[key] = last.get(key, 0) + 1
             groups[name] = ranks
             rows, splits = (self.rows, self.splits) if is_last else (8, ())
-            if (call, rows) not in sites:
+            called = (name, operation, peer, line, rows)
+            if called not in sites:
                 stack = tuple(Frame("/job/model.py", line + depth, f"layer_{depth}") for depth in range(NUM_FRAMES))
                 shapes = ((rows, line),)
-                sites[call, rows] = CallSite(
+                sites[called] = CallSite(
                     name, ranks, operation, shapes, shapes, ("bfloat16",), peer, stack, splits=splits
                 )
             began_s = NOW_S - (len(self.calls) - number) * 0.01 - 20
             ended_s = began_s + 0.01 - self.works_s
             device = DeviceTimes(began_s + 0.001, began_s + 0.004, None) if self.has_marks else None
-            records.append(Record(sites[call, rows], last[key], State.COMPLETED, began_s, ended_s, device=device))
+            records.append(Record(sites[called], last[key], State.COMPLETED, began_s, ended_s, device=device))
         if self.waits:
             device = DeviceTimes(NOW_S - 20) if self.has_marks else None
             for index in range(-min(self.num_open, len(records)), 0):

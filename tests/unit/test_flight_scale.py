@@ -25,7 +25,7 @@ from disttrain.flight_recorder.dumps.record_runs import NewestFirst
 from disttrain.flight_recorder.dumps.ring_reader import decode_ring
 from disttrain.flight_recorder.dumps.shared_values import Shared
 from disttrain.flight_recorder.record.columns import Records
-from disttrain.flight_recorder.record.record import DeviceTimes, Failure, Record
+from disttrain.flight_recorder.record.record import CallSite, DeviceTimes, Failure, Record
 from disttrain.process_group import World, entered_world
 from disttrain.store import HashStore
 from tests.unit.flight_ranks import Rank, line
@@ -233,6 +233,19 @@ def test_a_full_ring_is_read_in_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert decode(encode(dump)).records == dump.records
         counts[num_calls] = sum(num_singly)
     assert counts[2000] == counts[1000] < 50
+
+
+def test_a_dump_is_written_without_going_through_all_ranks_for_each_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[CallSite] = []
+    hash_of = CallSite.__hash__
+    monkeypatch.setattr(CallSite, "__hash__", lambda site: hashed.append(site) or hash_of(site))
+    counts = []
+    for num_calls in (200, 800):
+        dump = decode(encode(_before(0, LARGE, num_calls).dump(at=33)))
+        hashed.clear()
+        encode(dump)
+        counts.append(len(hashed))
+    assert counts[0] == counts[1] <= 4 * 5
 
 
 def test_a_dump_that_is_cut_is_read_in_runs(monkeypatch: pytest.MonkeyPatch) -> None:
