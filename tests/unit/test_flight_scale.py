@@ -235,6 +235,36 @@ def test_a_full_ring_is_read_in_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts[2000] == counts[1000] < 50
 
 
+def test_records_of_groups_with_different_counts_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their numbers take different numbers of bytes, and no record is encoded as the one before."""
+    num_singly: list[int] = []
+    add = NewestFirst.add
+
+    def counting(self: NewestFirst, columns: list[Any], states: bytes) -> None:
+        num_singly.append(len(states))
+        add(self, columns, states)
+
+    monkeypatch.setattr(NewestFirst, "add", counting)
+    for num_steps in (200, 400):
+        num_singly.clear()
+        calls = Rank(0, 8)
+        for step in range(num_steps):
+            for number in range(3):
+                calls.call("all_reduce", at=number, group=(0, 1), age_s=30 - step / 100, took_s=number / 1000)
+            calls.call("all_reduce", group=(0, 2, 4), age_s=30 - step / 100)
+            if step % 7 == 0:
+                calls.call("send", peer=3)
+        records = [
+            record._replace(sequence=record.sequence + 65_400) if record.site.group_name == "0-1" else record
+            for record in calls.waits("all_reduce", group=(0, 1)).records
+        ]
+        dump = replace(calls.dump(), records=tuple(records))
+        read = decode(encode(dump))
+        assert read.problems == ()
+        assert read == dump
+        assert sum(num_singly) < 80
+
+
 def test_a_dump_is_written_without_going_through_all_ranks_for_each_record(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[CallSite] = []
     hash_of = CallSite.__hash__

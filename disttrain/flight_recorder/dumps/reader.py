@@ -26,7 +26,8 @@ from disttrain.flight_recorder.dumps.checked_values import (
 )
 from disttrain.flight_recorder.dumps.dump import MAGIC, Dump, packed
 from disttrain.flight_recorder.dumps.read_replays import ReadReplays
-from disttrain.flight_recorder.dumps.record_runs import NewestFirst, find_run
+from disttrain.flight_recorder.dumps.record_mixes import find_mix
+from disttrain.flight_recorder.dumps.record_runs import NewestFirst, Run, find_run
 from disttrain.flight_recorder.dumps.shared_values import Shared
 from disttrain.flight_recorder.record.columns import STATE_NUMBERS, STATES, Records
 from disttrain.flight_recorder.record.record import (
@@ -152,14 +153,18 @@ def _decode_runs(data: bytes, stop: int, shared: Shared, *, is_cut: bool) -> Dum
             told = unpacker.tell()
             if num_plain < patience:
                 continue
-            if run := find_run(data, start, stop):
-                reader.add_raw(columns)
-                columns.add_run(run, _STATES[run.state])
-                start += run.num_bytes
-                unpacker.read_bytes(run.num_bytes)
-                told = unpacker.tell()
-            else:
+            found = find_run(data, start, stop) or find_mix(data, start, stop)
+            if found is None:
                 patience, num_plain = min(2 * patience, 256), 0
+                continue
+            reader.add_raw(columns)
+            if isinstance(found, Run):
+                columns.add_run(found, _STATES[found.state])
+            else:
+                columns.add_mix(found, _STATES)
+            start += found.num_bytes
+            unpacker.read_bytes(found.num_bytes)
+            told = unpacker.tell()
     except msgpack.exceptions.OutOfData:
         if not is_cut:
             raise
