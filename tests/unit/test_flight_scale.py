@@ -21,7 +21,7 @@ from disttrain.flight_recorder.analysis.wait_graph import fronts_of
 from disttrain.flight_recorder.analysis.waits import find_waits
 from disttrain.flight_recorder.dumps.dump import Dump, encode
 from disttrain.flight_recorder.dumps.reader import decode
-from disttrain.flight_recorder.dumps.record_runs import NewestFirst
+from disttrain.flight_recorder.dumps.record_runs import HEAD, NewestFirst
 from disttrain.flight_recorder.dumps.ring_reader import decode_ring
 from disttrain.flight_recorder.dumps.shared_values import Shared
 from disttrain.flight_recorder.record.columns import Records
@@ -291,7 +291,8 @@ def test_a_dump_that_is_cut_is_read_in_runs(monkeypatch: pytest.MonkeyPatch) -> 
         num_singly.clear()
         dump = _before(0, 4, num_calls).dump(at=33)
         data = encode(dump)
-        for size in (len(data) - 1, len(data) - 20_000):
+        after_head = data.rindex(HEAD, 0, len(data) - 1000) + len(HEAD)
+        for size in (len(data) - 1, len(data) - 20_000, after_head):
             read = decode(data[:size])
             assert read.records == dump.records[num_calls - len(read.records) :]
             assert len(read.records) > num_calls / 2

@@ -12,6 +12,8 @@ from typing import Any, Final
 import torch
 
 from disttrain.dtensor._torch import OpOverload
+from disttrain.dtensor.dispatch.known_layers import LAYERS
+from disttrain.dtensor.dispatch.known_pointwise import Result, formula_of, pointwise
 from disttrain.dtensor.dispatch.known_shapes import (
     Shape,
     along,
@@ -23,7 +25,6 @@ from disttrain.dtensor.dispatch.known_shapes import (
 )
 from disttrain.dtensor.spec.shard_sizes import is_permuted
 
-Result = tuple[Shape, torch.dtype]
 Results = Sequence[Result] | None
 
 
@@ -32,7 +33,8 @@ def known_results(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     if op is _ATTENTION:
         return _attention(*args, **kwargs)
     formula = RESULTS.get(op)
-    if formula is None:
+    generic = None if formula is not None else formula_of(op)
+    if formula is None and generic is None:
         return None
     for value in (*args, *kwargs.values()):
         for tensor in value if type(value) in (list, tuple) else (value,):
@@ -44,33 +46,20 @@ def known_results(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
             ):
                 return None
     try:
-        results = formula(*args, **kwargs)
+        results = formula(*args, **kwargs) if formula is not None else generic and generic(args, kwargs)
     except TypeError:  # arguments that the formula does not know
         return None
     if results is None:
         return None
-    return tuple([torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in results])
+    return tuple([_shown(*result) if result else torch.empty(0, device="meta") for result in results])
 
 
-def _pointwise(*operands: Any) -> Result | None:
-    """The shape of the tensors broadcast, and their dtype, if it is one and a number among them does not change it."""
-    tensors = [value for value in operands if isinstance(value, torch.Tensor)]
-    numbers = [value for value in operands if not isinstance(value, torch.Tensor)]
-    dtype = tensors[0].dtype
-    if any(tensor.dtype is not dtype for tensor in tensors) or not all(_is_kept(dtype, number) for number in numbers):
-        return None
-    shape = broadcast([tuple(tensor.shape) for tensor in tensors])
-    return None if shape is None else (shape, dtype)
-
-
-def _is_kept(dtype: torch.dtype, number: Any) -> bool:
-    if number is None or type(number) is bool:
-        return True
-    return type(number) in (int, float) and (dtype.is_floating_point or (type(number) is int and dtype in _WHOLE))
+def _shown(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _kept(*operands: Any, alpha: float = 1, value: float = 1) -> Results:
-    result = _pointwise(*operands)
+    result = pointwise(operands)
     # A factor must be of a dtype that the result can have; with floating operands every number is.
     return None if result is None or not result[1].is_floating_point else [result]
 
@@ -81,18 +70,18 @@ def _written(target: torch.Tensor, *others: Any, alpha: float = 1, value: float 
 
 
 def _compared(*operands: Any) -> Results:
-    result = _pointwise(*operands)
+    result = pointwise(operands)
     return result and [(result[0], torch.bool)]
 
 
 def _whole(*operands: Any, alpha: float = 1) -> Results:
     """Arithmetic of whole numbers; for others there is `known_shapes.py`."""
-    result = _pointwise(*operands)
+    result = pointwise(operands)
     return [result] if result is not None and result[1] in _WHOLE and type(alpha) is int else None
 
 
 def _bits(*operands: torch.Tensor) -> Results:
-    result = _pointwise(*operands)
+    result = pointwise(operands)
     return [result] if result is not None and result[1] in (torch.bool, *_WHOLE) else None
 
 
@@ -298,12 +287,6 @@ def _limited(operand: torch.Tensor, least: Any = None, most: Any = None) -> Resu
     return None if least is None and most is None else _kept(operand, least, most)
 
 
-def _loss(operand: torch.Tensor, target: torch.Tensor, reduction: int = 1) -> Results:
-    if operand.shape != target.shape or operand.dtype is not target.dtype or not operand.dtype.is_floating_point:
-        return None
-    return [(() if reduction else tuple(operand.shape), operand.dtype)]
-
-
 def _activated(*operands: torch.Tensor, approximate: str = "none") -> Results:
     return _kept(*operands)
 
@@ -315,12 +298,6 @@ def _turned(operand: torch.Tensor, dims: Sequence[int]) -> Results:
 
 def _rolled(operand: torch.Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Results:
     return _turned(operand, dims) if dims and len(shifts) == len(dims) else None
-
-
-def _binary_loss(
-    scores: torch.Tensor, target: torch.Tensor, weight: Any = None, factors: Any = None, reduction: int = 1
-) -> Results:
-    return None if weight is not None or factors is not None else _loss(scores, target, reduction)
 
 
 def _attention(
@@ -347,7 +324,7 @@ _ATTENTION: Final[OpOverload] = _ATEN._scaled_dot_product_flash_attention_for_cp
 _WHOLE: Final = (torch.int64, torch.int32)
 _INDICES: Final = (torch.int64, torch.int32)
 _COMPARISONS: Final = ("eq", "ne", "lt", "le", "gt", "ge")
-RESULTS: Final[dict[OpOverload, Callable[..., Results]]] = {
+RESULTS: Final[dict[OpOverload, Callable[..., Sequence[Result | None] | None]]] = {
     **{getattr(getattr(_ATEN, name), of): _compared for name in _COMPARISONS for of in ("Scalar", "Tensor")},
     **{getattr(_ATEN, f"bitwise_{name}").Tensor: _bits for name in ("and", "or", "xor")},
     **{getattr(_ATEN, name).default: _compared for name in ("isnan", "logical_not", "logical_and", "logical_or")},
@@ -376,8 +353,7 @@ RESULTS: Final[dict[OpOverload, Callable[..., Results]]] = {
     _ATEN.index.Tensor: _indexed,
     _ATEN.nll_loss_forward.default: _likelihood,
     _ATEN.nll_loss_backward.default: _likelihood_backward,
-    _ATEN.mse_loss.default: _loss,
-    _ATEN.binary_cross_entropy_with_logits.default: _binary_loss,
+    **LAYERS,
     _ATEN.flip.default: _turned,
     _ATEN.roll.default: _rolled,
     _ATEN.gelu.default: _activated,

@@ -90,11 +90,17 @@ def _same(first: torch.Tensor, *others: Any) -> Shapes:
 
 
 def broadcast(shapes: Sequence[Shape]) -> Shape | None:
-    """The shape that operands are broadcast to, which is that of one of them; None where it is not, or not surely."""
+    """The shape that operands are broadcast to; None where they cannot be, or what lies so is not surely as new."""
     largest = max(shapes, key=len)
-    largest = max((shape for shape in shapes if len(shape) == len(largest)), key=math.prod)
-    is_alike = all(shape == largest for shape in shapes)
-    return largest if is_alike or (1 not in largest and all(fits(shape, largest) for shape in shapes)) else None
+    if all(shape == largest for shape in shapes):
+        return largest
+    sizes = [{1} for _ in largest]
+    for shape in shapes:
+        for known, size in zip(reversed(sizes), reversed(shape), strict=False):
+            known.add(size)
+    if any(len(known) != 2 for known in sizes):
+        return None
+    return tuple([size for known in sizes for size in known - {1}])
 
 
 def fits(shape: Shape, largest: Shape) -> bool:

@@ -36,6 +36,8 @@ def find_mix(data: bytes, start: int, stop: int) -> Mix | None:
     nothing, *bodies = data[start:stop].split(HEAD)
     if nothing:
         return None
+    if b"" in bodies:  # cut off, or no record
+        del bodies[bodies.index(b"") :]
     # Records that are encoded alike, and few others, have in common their lengths and the bytes of two numbers.
     kinds = [(len(body), body[0] if body[0] > 0x7F else 0, body.find(b"ed", 0, 24)) for body in bodies]
     alike: dict[tuple[int, int, int], list[int]] = {kind: [] for kind in dict.fromkeys(kinds)}
