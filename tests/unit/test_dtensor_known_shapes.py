@@ -139,6 +139,20 @@ class DrawnOfKinds(Drawn):
     def smaller(self, shape: list[int]) -> list[int]:
         return [max(size - self.is_rare(3), 0) for size in shape]
 
+    def norms(self, operator: str) -> list[Any]:
+        batch, groups = self.random.choice([1, 2, 3]), 2
+        channels, sizes = self.random.choice([2, 4]), [self.random.choice([1, 3, 4]) for _ in range(2)]
+        operand = self.tensor([batch, channels, *sizes])
+        vectors = [self.vector([channels]) for _ in range(2)]
+        counts = [batch, channels, sizes[0] * sizes[1], groups]
+        if operator == "native_group_norm":
+            return [operand, *vectors, *counts, 1e-5]
+        if operator == "native_group_norm_backward":
+            statistics = [self.tensor([batch, groups]) for _ in range(2)]
+            return [self.tensor([*operand.shape]), operand, *statistics, vectors[0], *counts, self.mask()]
+        running = [self.tensor([channels]) for _ in range(2)]
+        return [operand, *vectors, *running, not self.is_rare(3), 0.1, 1e-5]
+
     def windows(self, operator: str) -> list[Any]:
         """Arguments of convolutions and poolings, of which most are right."""
         choose = self.random.choice
@@ -207,6 +221,11 @@ class DrawnOfKinds(Drawn):
             if -len(shape) <= dim < len(shape):
                 halved[dim] //= 2
             return [*([self.tensor(halved)] if operator == "glu_backward" else []), operand, dim]
+        if operator.endswith("_like") or operator.startswith("new_"):
+            sizes = [self.shape()] if operator.startswith("new_") else []
+            return [self.random.choice([operand, mask, index]), *sizes, *([2] if "full" in operator else [])]
+        if operator.startswith(("native_group_norm", "native_batch_norm")):
+            return self.norms(operator)
         if operator.startswith("convolution") or "pool2d" in operator:
             return self.windows(operator)
         if operator == "topk":

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 from disttrain.dtensor._torch import OpOverload
-from disttrain.dtensor.dispatch.known_shapes import Shape, along, reduced
+from disttrain.dtensor.dispatch.known_shapes import WIDE, Shape, along, reduced
 
 Result = tuple[Shape, torch.dtype]
 Results = Sequence[Result | None] | None
@@ -174,7 +174,80 @@ def _mean_pooled_backward(grad: torch.Tensor, operand: torch.Tensor, *settings: 
     return [(tuple(operand.shape), operand.dtype)] if pooled and pooled[0] == (tuple(grad.shape), grad.dtype) else None
 
 
+def _group_norm(
+    operand: torch.Tensor, weight: Any, bias: Any, batch: int, channels: int, size: int, num_groups: int, eps: float
+) -> Results:
+    if operand.ndim < 2 or tuple(operand.shape[:2]) != (batch, channels) or operand.dtype not in WIDE:
+        return None
+    if (
+        channels % num_groups
+        or 1 in operand.shape
+        or any(not _is_of(each, channels, operand) for each in (weight, bias))
+    ):
+        return None
+    return [(tuple(operand.shape), operand.dtype), *[((batch, num_groups), operand.dtype)] * 2]
+
+
+def _group_norm_backward(
+    grad: torch.Tensor, operand: torch.Tensor, mean: Any, rstd: Any, weight: Any, *counts_and_wanted: Any
+) -> Results:
+    batch, channels, size, num_groups, wanted = counts_and_wanted
+    forward = _group_norm(operand, weight, None, batch, channels, size, num_groups, 0.0)
+    if forward is None or forward[0] != (tuple(grad.shape), grad.dtype) or not any(wanted):
+        return None
+    if any(forward[1] != (tuple(value.shape), value.dtype) for value in (mean, rstd)):
+        return None
+    shapes = (tuple(operand.shape), (channels,), (channels,))
+    return [(shape, grad.dtype) if is_wanted else None for shape, is_wanted in zip(shapes, wanted, strict=True)]
+
+
+def _batch_norm(operand: torch.Tensor, *more: Any) -> Results:
+    *vectors, trains, _, _ = more
+    if operand.ndim < 2 or operand.dtype not in WIDE or 1 in operand.shape or not trains:
+        return None
+    channels = operand.shape[1]
+    if not all(_is_of(each, channels, operand) for each in vectors):
+        return None
+    return [(tuple(operand.shape), operand.dtype), *[((channels,), operand.dtype)] * 2]
+
+
+def _is_of(vector: torch.Tensor | None, channels: int, operand: torch.Tensor) -> bool:
+    return vector is None or (tuple(vector.shape) == (channels,) and vector.dtype is operand.dtype)
+
+
+def _alike(
+    operand: torch.Tensor,
+    *_: Any,
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+    memory_format: Any = None,
+) -> Results:
+    if layout not in (None, torch.strided) or memory_format not in (None, torch.preserve_format):
+        return None
+    return [(tuple(operand.shape), dtype or operand.dtype)]
+
+
+def _new(operand: torch.Tensor, size: Sequence[int], *value: Any, **more: Any) -> Results:
+    alike = _alike(operand, **more)
+    is_known = all(type(length) is int and length >= 0 for length in size)
+    return [(tuple(size), alike[0][1])] if alike and alike[0] and is_known else None
+
+
+def _log_sigmoid(operand: torch.Tensor) -> Results:
+    return [(tuple(operand.shape), operand.dtype)] * 2 if operand.dtype.is_floating_point else None
+
+
 _ATEN: Final = torch.ops.aten
+FROM_ANY_GRADIENT: Final = frozenset(
+    {
+        _ATEN.convolution_backward.default,
+        _ATEN.max_pool2d_with_indices_backward.default,
+        _ATEN.avg_pool2d_backward.default,
+    }
+)
+"""Operators whose results are contiguous also where the gradient, which comes first, is expanded."""
 LAYERS: Final[dict[OpOverload, Callable[..., Results]]] = {
     _ATEN.mse_loss.default: _loss,
     _ATEN.mse_loss_backward.default: _loss_backward,
@@ -194,4 +267,10 @@ LAYERS: Final[dict[OpOverload, Callable[..., Results]]] = {
     _ATEN.max_pool2d_with_indices_backward.default: _pooled_backward,
     _ATEN.avg_pool2d.default: _mean_pooled,
     _ATEN.avg_pool2d_backward.default: _mean_pooled_backward,
+    _ATEN.native_group_norm.default: _group_norm,
+    _ATEN.native_group_norm_backward.default: _group_norm_backward,
+    _ATEN.native_batch_norm.default: _batch_norm,
+    _ATEN.log_sigmoid_forward.default: _log_sigmoid,
+    **{getattr(_ATEN, f"{name}_like").default: _alike for name in ("empty", "full", "ones", "zeros")},
+    **{getattr(_ATEN, f"new_{name}").default: _new for name in ("empty", "full", "ones", "zeros")},
 }

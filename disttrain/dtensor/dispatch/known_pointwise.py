@@ -23,7 +23,10 @@ _OF_TRUTH: Final = frozenset(
     )
 )
 """Operators whose results are booleans."""
-_OTHERWISE: Final = frozenset(f"aten.{name}" for name in ("_to_copy", "clone", "complex", "frexp", "polar"))
+_OTHERWISE: Final = frozenset(
+    f"aten.{name}"
+    for name in ("_to_copy", "clone", "complex", "conj_physical", "float_power", "frexp", "polar", "positive")
+)
 """Pointwise ones whose result has another dtype, or lies otherwise."""
 _UNTAGGED: Final = frozenset(
     f"aten.{name}"
@@ -55,6 +58,12 @@ def _is_kept(dtype: torch.dtype, number: Any) -> bool:
     if number is None or type(number) is bool:
         return True
     return type(number) in (int, float) and (dtype.is_floating_point or (type(number) is int and dtype in _WHOLE))
+
+
+@cache
+def is_in_place(op: OpOverload) -> bool:
+    """True if its result is its first argument, which it writes to."""
+    return facts_of(op).is_inplace
 
 
 @cache

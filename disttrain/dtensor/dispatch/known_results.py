@@ -12,14 +12,15 @@ from typing import Any, Final
 import torch
 
 from disttrain.dtensor._torch import OpOverload
-from disttrain.dtensor.dispatch.known_layers import LAYERS
-from disttrain.dtensor.dispatch.known_pointwise import Result, formula_of, pointwise
+from disttrain.dtensor.dispatch.known_layers import FROM_ANY_GRADIENT, LAYERS
+from disttrain.dtensor.dispatch.known_pointwise import Result, formula_of, is_in_place, pointwise
 from disttrain.dtensor.dispatch.known_shapes import (
     Shape,
     along,
     broadcast,
     fits,
     is_as_new,
+    is_in_order,
     is_size,
     reduced,
 )
@@ -33,7 +34,7 @@ def known_results(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     if op is _ATTENTION:
         return _attention(*args, **kwargs)
     formula = RESULTS.get(op)
-    generic = None if formula is not None else formula_of(op)
+    generic = formula_of(op) if formula in (None, _whole, _product) else None
     if formula is None and generic is None:
         return None
     for value in (*args, *kwargs.values()):
@@ -41,17 +42,29 @@ def known_results(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
             if isinstance(tensor, torch.Tensor) and not (
                 type(tensor) is torch.Tensor
                 and all(map(is_size, tensor.shape))
-                # What is written to stays as it lies, whatever is read.
-                and (is_as_new(tensor) or (formula is _written and tensor is not args[0]))
+                and (is_as_new(tensor) or _may_lie_otherwise(op, tensor, args, formula))
             ):
                 return None
     try:
-        results = formula(*args, **kwargs) if formula is not None else generic and generic(args, kwargs)
+        results = formula(*args, **kwargs) if formula is not None else None
+        if results is None and generic is not None:
+            results = generic(args, kwargs)
     except TypeError:  # arguments that the formula does not know
         return None
     if results is None:
         return None
     return tuple([_shown(*result) if result else torch.empty(0, device="meta") for result in results])
+
+
+def _may_lie_otherwise(
+    op: OpOverload, tensor: torch.Tensor, args: Sequence[Any], formula: Callable[..., Any] | None
+) -> bool:
+    """True where the result is as new although an operand is not."""
+    if formula is _written:
+        return tensor is not args[0]  # What is written to stays as it lies, whatever is read.
+    if formula is None:
+        return is_in_order(tensor) and not (tensor is args[0] and is_in_place(op))
+    return op in FROM_ANY_GRADIENT and tensor is args[0] and is_in_order(tensor)
 
 
 def _shown(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
@@ -78,6 +91,12 @@ def _whole(*operands: Any, alpha: float = 1) -> Results:
     """Arithmetic of whole numbers; for others there is `known_shapes.py`."""
     result = pointwise(operands)
     return [result] if result is not None and result[1] in _WHOLE and type(alpha) is int else None
+
+
+def _product(*operands: Any) -> Results:
+    """Of whole numbers, or of truth values."""
+    result = pointwise(operands)
+    return [result] if result is not None and result[1] in (torch.bool, *_WHOLE) else None
 
 
 def _bits(*operands: torch.Tensor) -> Results:
@@ -340,7 +359,8 @@ RESULTS: Final[dict[OpOverload, Callable[..., Sequence[Result | None] | None]]] 
     **{getattr(_ATEN, name).correction: _moment for name in ("var", "std")},
     **{getattr(getattr(_ATEN, name), of): _truth for name in ("any", "all") for of in ("default", "dim")},
     **{getattr(_ATEN, name).default: _corner for name in ("tril", "triu")},
-    **{getattr(_ATEN, name).Tensor: _whole for name in ("add", "mul", "sub", "remainder")},
+    **{getattr(_ATEN, name).Tensor: _whole for name in ("add", "sub", "remainder")},
+    _ATEN.mul.Tensor: _product,
     _ATEN.remainder.Scalar: _whole,
     _ATEN.floor_divide.default: _whole,
     _ATEN.bitwise_not.default: _bits,
