@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import nan
 from operator import ne
 from typing import NamedTuple, TypeVar
 
 from disttrain.flight_recorder.dumps.shared_values import Shared
-from disttrain.flight_recorder.record.columns import STATE_NUMBERS, Ints, Records, device_columns, times
+from disttrain.flight_recorder.record.columns import STATE_NUMBERS, Ints, Records, device_columns
 from disttrain.flight_recorder.record.record import CallSite, DeviceTimes, State
 
 _ENQUEUED, _COMPLETED, _FAILED = (STATE_NUMBERS[state] for state in (State.ENQUEUED, State.COMPLETED, State.FAILED))
@@ -42,8 +43,11 @@ class Slots(NamedTuple):
 
     def whole(self) -> list[int]:
         """The indexes of the slots with a record, oldest first."""
-        columns = zip(self.numbers, self.began_ns, self.numbers_again, strict=True)
-        indexes = [index for index, (number, began, again) in enumerate(columns) if number == again and began]
+        if self.numbers == self.numbers_again and 0 not in self.began_ns:
+            indexes: Sequence[int] = range(len(self.numbers))
+        else:
+            columns = zip(self.numbers, self.began_ns, self.numbers_again, strict=True)
+            indexes = [index for index, (number, began, again) in enumerate(columns) if number == again and began]
         return sorted(indexes, key=self.numbers.__getitem__)
 
 
@@ -70,26 +74,27 @@ def records_of(
     known_sites, site_numbers = _listed(column(slots.sites), sites)
     known_labels, label_numbers = _listed(column(slots.labels), labels)
     waits_ns = column(slots.waits_ns)
-    states = bytes(
-        [
-            _ENQUEUED if not ended else _FAILED if flag & 1 else _COMPLETED
-            for ended, flag in zip(ended_ns, flags, strict=True)
-        ]
-    )
-    failed = [index for index, state in enumerate(states) if state == _FAILED] if _FAILED in states else []
+    states = bytearray([_COMPLETED]) * len(indexes)
+    failed = [index for index, flag in enumerate(flags) if flag & 1] if any(flags) else []
+    for index in failed:
+        states[index] = _FAILED
+    for index in [index for index, end_ns in enumerate(ended_ns) if not end_ns]:
+        states[index] = _ENQUEUED
     devices = None if device_of is None else list(map(device_of, numbers))
 
     def known(values_ns: Iterable[int]) -> array[float]:
-        return times([(value_ns + epoch_ns) / 1e9 if value_ns else None for value_ns in values_ns])
+        return array("d", [(value_ns + epoch_ns) / 1e9 if value_ns else nan for value_ns in values_ns])
 
     return Records(
         sites=shared.listed(known_sites),
         site_numbers=shared.column(site_numbers),
         sequences=shared.column(array("q", column(slots.sequences))),
-        states=states,
+        states=bytes(states),
         enqueued_s=known(column(slots.began_ns)),
         completed_s=known(ended_ns),
-        errors={index: errors[numbers[index]] for index in failed if numbers[index] in errors},
+        errors={
+            index: errors[numbers[index]] for index in failed if states[index] == _FAILED and numbers[index] in errors
+        },
         labels=known_labels,
         label_numbers=shared.column(label_numbers),
         waits_s=known(waits_ns) if any(waits_ns) else None,
