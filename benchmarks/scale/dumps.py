@@ -35,7 +35,7 @@ from disttrain.flight_recorder.dumps.words import rank_name
 from disttrain.flight_recorder.record.record import Record, State
 from disttrain.flight_recorder.record.ring_layout import SUFFIX as RING_SUFFIX
 
-SIZES, QUICK_SIZES = (1024, 2048, 4096), (64, 128)
+SIZES, QUICK_SIZES = (1024, 2048, 4096), (32, 64)
 TORCH_CASES = ("one absent", "half absent")
 TORCH_SIZES, QUICK_TORCH_SIZES = (32, 64, 128), (16,)
 """torch's analyzer takes minutes for more."""
