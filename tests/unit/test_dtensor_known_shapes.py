@@ -262,6 +262,8 @@ class DrawnOfKinds(Drawn):
             first, second = (torch.empty(shape, dtype=each.dtype, device="meta") for each in (mask, index))
             both = self.random.choice([[first, first], [second, second], [first, second]])
             return both[:1] if operator == "bitwise_not" else both
+        if operator in ("abs", "neg"):
+            return [self.random.choice([operand, index])]
         if operator == "sum":
             return [self.random.choice([operand, mask, index])]
         if operator in ("add", "mul", "sub", "remainder", "floor_divide"):
@@ -271,7 +273,12 @@ class DrawnOfKinds(Drawn):
             return [whole, self.number() if takes_number else other]
         if operator == "clamp":
             return [operand, *self.random.choice([[None, 1], [0], [0, 1.5], [None, None]])]
-        if operator.startswith(("lerp", "addc")) or operator in ("logical_and", "logical_or", "gelu_backward"):
+        if operator.startswith(("lerp", "addc")) or operator in (
+            "logical_and",
+            "logical_or",
+            "logical_xor",
+            "gelu_backward",
+        ):
             others = [self.operand(shape) for _ in range(2 if operator.startswith("addc") else 1)]
             return [operand, *others, *([0.5] if operator.startswith("lerp") else [])]
         if overload == "Scalar" or operator.startswith("clamp"):

@@ -346,7 +346,10 @@ _COMPARISONS: Final = ("eq", "ne", "lt", "le", "gt", "ge")
 RESULTS: Final[dict[OpOverload, Callable[..., Sequence[Result | None] | None]]] = {
     **{getattr(getattr(_ATEN, name), of): _compared for name in _COMPARISONS for of in ("Scalar", "Tensor")},
     **{getattr(_ATEN, f"bitwise_{name}").Tensor: _bits for name in ("and", "or", "xor")},
-    **{getattr(_ATEN, name).default: _compared for name in ("isnan", "logical_not", "logical_and", "logical_or")},
+    **{
+        getattr(_ATEN, name).default: _compared
+        for name in ("isnan", "logical_not", "logical_and", "logical_or", "logical_xor")
+    },
     **{getattr(_ATEN, name).default: _kept for name in ("reciprocal", "floor", "round", "sign", "addcmul", "addcdiv")},
     **{getattr(_ATEN, name).Scalar: _kept for name in ("rsub", "lerp")},
     **{getattr(_ATEN, f"{name}_").Scalar: _written for name in ("add", "div", "mul", "sub", "lerp")},
@@ -361,6 +364,8 @@ RESULTS: Final[dict[OpOverload, Callable[..., Sequence[Result | None] | None]]] 
     **{getattr(_ATEN, name).default: _corner for name in ("tril", "triu")},
     **{getattr(_ATEN, name).Tensor: _whole for name in ("add", "sub", "remainder")},
     _ATEN.mul.Tensor: _product,
+    _ATEN.abs.default: _whole,
+    _ATEN.neg.default: _whole,
     _ATEN.remainder.Scalar: _whole,
     _ATEN.floor_divide.default: _whole,
     _ATEN.bitwise_not.default: _bits,
