@@ -161,7 +161,7 @@ def _decode_runs(data: bytes, stop: int, shared: Shared, *, is_cut: bool) -> Dum
             if isinstance(found, Run):
                 columns.add_run(found, _STATES[found.state])
             else:
-                columns.add_mix(found, _STATES)
+                columns.add_mixed([run for _, run in found.parts], found.order(), _STATES)
             start += found.num_bytes
             unpacker.read_bytes(found.num_bytes)
             told = unpacker.tell()

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import sys
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import isnan, nan
 from operator import ne
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from disttrain.flight_recorder.record.columns import DeviceColumns, times
-
-if TYPE_CHECKING:
-    from disttrain.flight_recorder.dumps.record_mixes import Mix
 
 LEAST: Final = 16
 """Shorter runs are faster one record after the other."""
@@ -188,12 +186,11 @@ class NewestFirst:
             target.extend(nothing if source is None else source)
         self._is_known += bytes([run.marks is not None]) * num_records
 
-    def add_mix(self, mix: Mix, states: dict[str, int]) -> None:
-        """The records of several runs, in their order."""
+    def add_mixed(self, runs: Iterable[Run], order: list[int], states: dict[str, int]) -> None:
+        """The records of several runs, in this order of their indexes among them all."""
         before = len(self.states)
-        for _, run in mix.parts:
+        for run in runs:
             self.add_run(run, states[run.state])
-        order = mix.order()
 
         def put_in_order(column: Any) -> None:
             added = column[before:]
