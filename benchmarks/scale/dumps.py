@@ -17,264 +17,54 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgpack
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from flights.calls import NUM_RECORDS
+from flights.hangs import CASES
+from flights.rings import header, ring_parts
 from harness import OURS, TORCH, Row, command_line, finish, row
 
 from disttrain.flight_recorder.dumps.dump import MAGIC, Dump, dump_name, encode, packed
-from disttrain.flight_recorder.record.record import (
-    RECEIVE,
-    SEND,
-    CallSite,
-    ChannelProgress,
-    DeviceTimes,
-    Failure,
-    Frame,
-    GroupProgress,
-    Record,
-    State,
-    ThreadStack,
-)
+from disttrain.flight_recorder.dumps.words import rank_name
+from disttrain.flight_recorder.record.record import Record, State
+from disttrain.flight_recorder.record.ring_layout import SUFFIX as RING_SUFFIX
 
-NUM_RECORDS = 2000
-NUM_FRAMES = 8
-NOW_S = 1_700_000_000.0
-SIZES, QUICK_SIZES = (1024, 2048, 4096), (64, 128)
+SIZES, QUICK_SIZES = (1024, 2048, 4096), (32, 64)
 TORCH_CASES = ("one absent", "half absent")
 TORCH_SIZES, QUICK_TORCH_SIZES = (32, 64, 128), (16,)
 """torch's analyzer takes minutes for more."""
+QUICK_CASES = (*TORCH_CASES, "a mesh", "nothing waited for", "rings alone", "dumps that are cut")
 _MAX_KEPT = 64
-INSIDE = Frame("/site/disttrain/process_group/door.py", 66, "issue")
-Call = tuple[str, tuple[int, ...], str, int | None, int]
-"""Group name, its ranks, operation, the peer's rank, and a line."""
-
-
-@dataclass
-class Calls:
-    """What one rank called. `like`: ranks with an equal one have dumps that differ in their heads only."""
-
-    like: object
-    calls: list[Call]
-    waits: bool = True
-    is_gone: bool = False
-    failure: str = ""
-    connecting: str = ""
-    has_marks: bool = False
-    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
-
-    def dump(self, num_ranks: int) -> Dump:
-        """The dump, but for what says which rank it is."""
-        sites: dict[Call, CallSite] = {}
-        last: dict[tuple[str, str, int | None], int] = {}
-        groups = dict(self.groups)
-        records = []
-        for number, call in enumerate(self.calls):
-            name, ranks, operation, peer, line = call
-            is_message = operation in (SEND, RECEIVE)
-            key = (name, operation, peer) if is_message else (name, "", None)
-            last[key] = last.get(key, 0) + 1
-            groups[name] = ranks
-            if call not in sites:
-                stack = tuple(Frame("/job/model.py", line + depth, f"layer_{depth}") for depth in range(NUM_FRAMES))
-                shapes = ((8, line),)
-                sites[call] = CallSite(name, ranks, operation, shapes, shapes, ("bfloat16",), peer, stack)
-            began_s = NOW_S - (len(self.calls) - number) * 0.01 - 20
-            device = DeviceTimes(began_s + 0.001, began_s + 0.004, None) if self.has_marks else None
-            records.append(Record(sites[call], last[key], State.COMPLETED, began_s, began_s + 0.005, device=device))
-        if self.waits and records:
-            device = DeviceTimes(NOW_S - 20) if self.has_marks else None
-            records[-1] = records[-1]._replace(state=State.ENQUEUED, completed_s=None, device=device)
-        is_inside = self.waits or self.connecting
-        frame = Frame("/job/model.py", 1, "layer")
-        return Dump(
-            rank=0,
-            world_size=num_ranks,
-            job="job",
-            host="",
-            pid=0,
-            started_s=NOW_S - 100,
-            dumped_s=NOW_S,
-            reason="exception" if self.failure else "rank 0 has waited for 20 s",
-            versions={},
-            package="/site/disttrain/",
-            libraries=("/site/",),
-            failure=Failure("ValueError", self.failure, (frame,)) if self.failure else None,
-            groups=tuple(
-                GroupProgress(
-                    name,
-                    ranks,
-                    last.get((name, "", None), 0),
-                    "",
-                    self.connecting if (name, "", None) not in last else "",
-                )
-                for name, ranks in groups.items()
-            ),
-            channels=tuple(ChannelProgress(*key[:2], key[2] or 0, number) for key, number in last.items() if key[1]),
-            threads=(ThreadStack("MainThread", True, (INSIDE, frame) if is_inside else (frame,)),),
-            records=tuple(records),
-        )
-
-
-def loop(num_ranks: int, num_records: int = NUM_RECORDS) -> list[Call]:
-    """A full ring of one rank: a loop over 40 call sites, in three groups of all."""
-    ranks = tuple(range(num_ranks))
-    operations = ("all_gather_into_tensor", "all_reduce")
-    sites = [(f"group {line % 3}", ranks, operations[line % 2], None, 10 * line) for line in range(40)]
-    return [sites[number % 40] for number in range(num_records)]
-
-
-def one_absent(num_ranks: int) -> Iterator[Calls]:
-    calls = loop(num_ranks)
-    for rank in range(num_ranks):
-        yield Calls("absent", calls[:-1], waits=False) if rank == 1 else Calls("", calls)
-
-
-def half_absent(num_ranks: int) -> Iterator[Calls]:
-    calls = loop(num_ranks)
-    for rank in range(num_ranks):
-        yield Calls("absent", calls[:-1], waits=False) if rank % 2 else Calls("", calls)
-
-
-def half_raised(num_ranks: int) -> Iterator[Calls]:
-    """Each with words of its own."""
-    calls = loop(num_ranks)
-    for rank in range(num_ranks):
-        if rank % 2:
-            yield Calls(rank, calls[:-1], waits=False, failure=f"batch {rank} has no tokens")
-        else:
-            yield Calls("", calls)
-
-
-def other_operation(num_ranks: int) -> Iterator[Calls]:
-    calls = loop(num_ranks)
-    *before, (name, ranks, _, peer, line) = calls
-    for rank in range(num_ranks):
-        yield Calls("odd", [*before, (name, ranks, "barrier", peer, line)]) if rank == 1 else Calls("", calls)
-
-
-def other_order(num_ranks: int) -> Iterator[Calls]:
-    """Half of the ranks take two groups the other way round."""
-    ranks = tuple(range(num_ranks))
-    calls = loop(num_ranks, NUM_RECORDS - 2)
-    first, second = ("a", ranks, "all_reduce", None, 1), ("b", ranks, "all_reduce", None, 2)
-    for rank in range(num_ranks):
-        yield Calls(rank % 2, [*calls, second if rank % 2 else first])
-
-
-def no_dump(num_ranks: int) -> Iterator[Calls]:
-    """A quarter of the dumps is missing."""
-    calls = loop(num_ranks)
-    for rank in range(num_ranks):
-        yield Calls("", calls, is_gone=rank % 4 == 3)
-
-
-def ahead(num_ranks: int) -> Iterator[Calls]:
-    """Rings reach back to different times; one rank has left most of the calls out."""
-    ranks = tuple(range(num_ranks))
-    for rank in range(num_ranks):
-        calls = loop(num_ranks, 300 if rank == 7 else NUM_RECORDS)
-        more = [("world", ranks, "broadcast", 0, 3)] * (rank % 64)
-        yield Calls((rank == 7, rank % 64), [*more, *calls][:NUM_RECORDS])
-
-
-def other_lines(num_ranks: int) -> Iterator[Calls]:
-    """Rank 0 calls everything from lines of its own, and one is absent."""
-    calls = loop(num_ranks)
-    own = [(*call[:4], call[4] + 400 * (number % 2)) for number, call in enumerate(calls)]
-    for rank in range(num_ranks):
-        yield Calls("absent", calls[:-1], waits=False) if rank == 1 else Calls(rank == 0, calls if rank else own)
-
-
-def first_call(num_ranks: int) -> Iterator[Calls]:
-    """Half of the ranks does not come to a group's first collective, for which the others connect."""
-    calls = loop(num_ranks)
-    late = {"late": tuple(range(num_ranks))}
-    for rank in range(num_ranks):
-        is_absent = rank % 2 == 1
-        connecting = "" if is_absent else "all_reduce"
-        yield Calls(is_absent, calls, waits=False, connecting=connecting, groups=late)
-
-
-def ring_of_sends(num_ranks: int) -> Iterator[Calls]:
-    """Messages only: each sends to the next, and none receives."""
-    ranks = tuple(range(num_ranks))
-    for rank in range(num_ranks):
-        before, after = (rank - 1) % num_ranks, (rank + 1) % num_ranks
-        both: list[Call] = [("world", ranks, SEND, after, 1), ("world", ranks, RECEIVE, before, 2)]
-        yield Calls(rank, [*both * (NUM_RECORDS // 2 - 1), both[0]])
-
-
-def mesh(num_ranks: int) -> Iterator[Calls]:
-    """Groups of 8 for tensor parallelism, 8 stages, the rest for data; one rank is absent."""
-    for rank in range(num_ranks):
-        tensor, stage = rank % 8, rank // 8 % 8
-        group = tuple(range(rank - tensor, rank - tensor + 8))
-        data = tuple(range(rank % 64, num_ranks, 64))
-        step: list[Call] = [(f"tp {rank // 8}", group, "all_reduce", None, 10 * line) for line in range(12)]
-        if stage:
-            step.append(("world", tuple(range(num_ranks)), RECEIVE, rank - 8, 200))
-        if stage < 7:
-            step.append(("world", tuple(range(num_ranks)), SEND, rank + 8, 210))
-        step.append((f"dp {rank % 64}", data, "reduce_scatter_tensor", None, 300))
-        calls = (step * (NUM_RECORDS // len(step) + 1))[:NUM_RECORDS]
-        calls = [*calls[: NUM_RECORDS // len(step) * len(step)]]
-        is_absent = rank == 5
-        yield Calls(rank, calls[:-1] if is_absent else calls, waits=not is_absent)
-
-
-def devices(num_ranks: int) -> Iterator[Calls]:
-    """With marks of the devices; half of these have not come."""
-    calls = loop(num_ranks)
-    for rank in range(num_ranks):
-        yield Calls(rank % 2, calls[:-1] if rank % 2 else calls, waits=rank % 2 == 0, has_marks=True)
-
-
-def no_hang(num_ranks: int) -> Iterator[Calls]:
-    calls = loop(num_ranks)
-    for _ in range(num_ranks):
-        yield Calls("", calls, waits=False)
-
-
-CASES: dict[str, Callable[[int], Iterator[Calls]]] = {
-    "one absent": one_absent,
-    "half absent": half_absent,
-    "half raised": half_raised,
-    "another operation": other_operation,
-    "another order": other_order,
-    "a quarter without dumps": no_dump,
-    "a rank behind by many": ahead,
-    "lines that differ": other_lines,
-    "half not at the first call": first_call,
-    "a ring of sends": ring_of_sends,
-    "a mesh": mesh,
-    "devices": devices,
-    "no hang": no_hang,
-}
 
 
 def write_all(folder: Path, num_ranks: int, case: str) -> None:
-    """The dumps of a hang. Those that are alike are encoded once: what says which rank it is stands in their heads."""
-    rest: dict[object, tuple[Dump, bytes]] = {}
+    """The files of a hang. Those that are alike are encoded once, but for what says which rank it is."""
+    rest: dict[object, tuple[Dump, tuple[bytes, bytes]]] = {}
     for rank, calls in enumerate(CASES[case](num_ranks)):
         if calls.is_gone:
             continue
-        if calls.like not in rest:
+        like = calls.form, calls.like
+        if like not in rest:
             if len(rest) == _MAX_KEPT:
                 rest.clear()
-            like = calls.dump(num_ranks)
-            rest[calls.like] = (like, _without_head(encode(like)))
-        like, body = rest[calls.like]
-        named = replace(like, rank=rank, pid=rank, host=f"node{rank // 8}")
-        dump = replace(named, records=(), groups=(), channels=(), threads=(), failure=None)
-        head = encode(dump)
-        content = head[: len(head) - len(_end(head))] + body
-        (folder / dump_name(dump)).write_bytes(content + packed(["end", zlib.crc32(content)]))
+            dump = calls.dump(num_ranks)
+            rest[like] = dump, ring_parts(dump) if calls.form == "ring" else (b"", _without_head(encode(dump)))
+        dump, (before, after) = rest[like]
+        dump = replace(dump, rank=rank, pid=rank, host=f"node{rank // 8}")
+        if calls.form == "ring":
+            content = before + header(dump) + after
+            (folder / f"{rank_name(rank, dump.job)}{RING_SUFFIX}").write_bytes(content)
+            continue
+        head = encode(replace(dump, records=(), groups=(), channels=(), threads=(), failure=None))
+        content = head[: len(head) - len(_end(head))] + after
+        end = b"" if calls.form == "cut" else packed(["end", zlib.crc32(content)])
+        (folder / dump_name(dump)).write_bytes(content[: len(content) - 1000 * (calls.form == "cut")] + end)
 
 
 def _end(data: bytes) -> bytes:
@@ -352,7 +142,7 @@ def run(side: str, folder: Path) -> tuple[float, float]:
 def rows(quick: bool) -> list[Row]:
     """Two rows for each kind of hang and size: seconds and memory."""
     found = _rows(QUICK_TORCH_SIZES if quick else TORCH_SIZES, TORCH_CASES, (OURS, TORCH))
-    return found + _rows(QUICK_SIZES if quick else SIZES, CASES, (OURS,))
+    return found + (_rows(QUICK_SIZES, QUICK_CASES, (OURS,)) if quick else _rows(SIZES, CASES, (OURS,)))
 
 
 def _rows(sizes: Sequence[int], cases: Iterable[str], sides: Sequence[str]) -> list[Row]:

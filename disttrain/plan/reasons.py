@@ -35,6 +35,14 @@ def why_first(plans: Plans) -> Iterator[str]:
     most = " and ".join(f"{name} ({size / 2**30:.1f} GiB)" for size, name in parts)
     yield f"Memory is fullest in {first.memory.when}, mostly {most}."
     yield from _limits_of_memory(job, first)
+    other = plans.without_room
+    if other is not None and other.times.step_s < (1 - _WORTH_NAMING) * step_s:
+        size, name = max((size, name) for name, size in other.memory.by_part.items())
+        yield (
+            f"Memory forbids the fastest: {other.choice} would be {1 - other.times.step_s / step_s:.1%} faster (MFU "
+            f"{other.utilization(job):.1%}), and take {other.memory.total_bytes / 2**30:.1f} GiB, of which {name} "
+            f"{size / 2**30:.1f}."
+        )
 
 
 def _limits_of_memory(job: Job, first: Plan) -> Iterator[str]:

@@ -188,6 +188,7 @@ def as_json(plans: Plans, model: str) -> dict[str, Any]:
         "misfits": [
             {**_plan(job, misfit.plan, model), "would_fit_with": list(misfit.remedies)} for misfit in plans.misfits
         ],
+        "without_room": None if plans.without_room is None else _plan(job, plans.without_room, model),
         "refused": plans.refused,
         "why_nothing": list(plans.why_nothing),
     }

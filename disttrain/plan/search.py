@@ -66,7 +66,8 @@ class Misfit:
 @dataclass(frozen=True)
 class Plans:
     """The answer: `plans` best first, `misfits` by how little they lack, `refused` rules with how many meshes break
-    them; where there is no plan, the cause and remedies in words."""
+    them; where there is no plan, the cause and remedies in words; `without_room`, the fastest choice that memory
+    forbids, where that is faster than the first plan."""
 
     job: Job
     plans: tuple[Plan, ...]
@@ -74,6 +75,7 @@ class Plans:
     refused: dict[str, int]
     num_choices: int
     why_nothing: tuple[str, ...] = ()
+    without_room: Plan | None = None
 
 
 def plan_of(job: Job, choice: Choice) -> Plan:
@@ -94,12 +96,18 @@ def find_plans(
         elif rule is not None:
             refused[rule] += 1
     bounded: list[tuple[float, int, Choice, bool]] = []
+    too_large: list[tuple[float, int, Choice]] = []
     for candidate in possible:
         for choice in choices(job, candidate, schedules):
             least_s = _least_s(job, choice)
-            if least_s is not None:
+            if least_s is None:
+                continue
+            if resting_bytes(job, choice) > job.usable_bytes:
+                too_large.append((least_s, len(too_large), choice))
+            else:
                 bounded.append((least_s, len(bounded), choice, False))
     num_choices = len(bounded)
+    too_large += [(least_s, len(too_large) + number, choice) for least_s, number, choice, _ in bounded]
     plans = _best(job, bounded, num_plans)
     fitting = {_kind(plan.choice.mesh) for plan in plans}
     others = [candidate for candidate in possible if _kind(candidate) not in fitting]
@@ -107,7 +115,8 @@ def find_plans(
     why: tuple[str, ...] = ()
     if not plans and mesh is None:
         why = tuple(why_nothing(job, MOST_PIPELINE_RANKS, lambda asked, of: _has_room(asked, of, schedules)))
-    return Plans(job, plans, misfits, dict(refused), num_choices, why)
+    without_room = _without_room(job, plans[0].times.step_s, too_large) if plans else None
+    return Plans(job, plans, misfits, dict(refused), num_choices, why, without_room)
 
 
 def choices(job: Job, mesh: MeshSizes, schedules: Sequence[str] = SCHEDULES) -> Iterator[Choice]:
@@ -151,9 +160,9 @@ def _more_stages(num_layers: int, pp: int) -> tuple[int, ...]:
 
 
 def _least_s(job: Job, choice: Choice) -> float | None:
-    """None: it cannot fit, or there is no such schedule."""
+    """None: there is no such schedule."""
     try:
-        return None if resting_bytes(job, choice) > job.usable_bytes else likely_s(job, choice)
+        return likely_s(job, choice)
     except ScheduleError:
         return None
 
@@ -174,17 +183,28 @@ def _best(job: Job, bounded: list[tuple[float, int, Choice, bool]], num_plans: i
     return tuple(plans.values())
 
 
+def _without_room(job: Job, best_s: float, bounded: list[tuple[float, int, Choice]]) -> Plan | None:
+    """The fastest choice that has no room, if it takes less time than `best_s`."""
+    heapq.heapify(bounded)
+    fastest: Choice | None = None
+    while bounded and bounded[0][0] < best_s:
+        _, _, choice = heapq.heappop(bounded)
+        if not _fits(job, choice, otherwise=True) and (step_s := times_of(job, choice).step_s) < best_s:
+            fastest, best_s = choice, step_s
+    return None if fastest is None else plan_of(job, fastest)
+
+
 def _kind(mesh: MeshSizes) -> tuple[int, ...]:
     """Of two meshes of a kind only the faster one is listed."""
     return mesh.pp, mesh.tp, mesh.ep, mesh.cp
 
 
-def _fits(job: Job, choice: Choice) -> bool:
-    """Not where its schedule cannot be made for so many microbatches."""
+def _fits(job: Job, choice: Choice, *, otherwise: bool = False) -> bool:
+    """`otherwise`, where its schedule cannot be made for so many microbatches."""
     try:
         return has_room(job, choice)
     except ScheduleError:
-        return False
+        return otherwise
 
 
 def leanest(job: Job, mesh: MeshSizes, schedules: Sequence[str] = SCHEDULES) -> Plan | None:

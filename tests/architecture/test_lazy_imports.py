@@ -107,6 +107,15 @@ x.sort(-1), x.topk(2), x.cumsum(-1), x.argmax(-1), x.amax(-1), x.logsumexp(-1), 
 x.gather(1, rows % 4), x.scatter_add(1, rows % 4, x), x.index_select(1, weight.argmax(0)), weight.detach()[ids % 4]
 heads = x.view(4, 2, 2, 2).requires_grad_()
 torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True).sum().backward()
+f = torch.nn.functional
+images, kernels = distribute_tensor(torch.ones(8, 4, 6, 6), mesh, [Shard(0)] * 2), torch.ones(4, 4, 3, 3)
+kernels = distribute_tensor(kernels, mesh, [Replicate()] * 2)
+f.conv2d(images.requires_grad_(), kernels.requires_grad_()).sum().backward()
+f.max_pool2d(images, 2).sum().backward(), f.avg_pool2d(images, 2).sum().backward(), f.group_norm(images, 2)
+for activation in (f.hardswish, f.leaky_relu, f.elu, f.softplus, f.mish, f.hardtanh, f.hardsigmoid, f.tanhshrink):
+    activation(x.detach().requires_grad_()).sum().backward()
+f.smooth_l1_loss(x, x), f.huber_loss(x, x), f.binary_cross_entropy(x, x), f.one_hot(ids, 8), f.glu(x), x.aminmax(dim=-1)
+f.mse_loss(x.detach().requires_grad_(), x).backward(), x % 2, x.isfinite(), torch.atan2(x, x), x.erf(), x.floor()
 print(sorted({*sys.modules} - before))
 """
 

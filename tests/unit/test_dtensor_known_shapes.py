@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from disttrain.dtensor.dispatch import global_outputs
+from disttrain.dtensor.dispatch.known_pointwise import _OF_TRUTH, _UNTAGGED, formula_of
 from disttrain.dtensor.dispatch.known_results import RESULTS, known_results
 from disttrain.dtensor.dispatch.known_shapes import FORMULAS, known_outputs
 
@@ -138,6 +139,46 @@ class DrawnOfKinds(Drawn):
     def smaller(self, shape: list[int]) -> list[int]:
         return [max(size - self.is_rare(3), 0) for size in shape]
 
+    def norms(self, operator: str) -> list[Any]:
+        batch, groups = self.random.choice([1, 2, 3]), 2
+        channels, sizes = self.random.choice([2, 4]), [self.random.choice([1, 3, 4]) for _ in range(2)]
+        operand = self.tensor([batch, channels, *sizes])
+        vectors = [self.vector([channels]) for _ in range(2)]
+        counts = [batch, channels, sizes[0] * sizes[1], groups]
+        if operator == "native_group_norm":
+            return [operand, *vectors, *counts, 1e-5]
+        if operator == "native_group_norm_backward":
+            statistics = [self.tensor([batch, groups]) for _ in range(2)]
+            return [self.tensor([*operand.shape]), operand, *statistics, vectors[0], *counts, self.mask()]
+        running = [self.tensor([channels]) for _ in range(2)]
+        return [operand, *vectors, *running, not self.is_rare(3), 0.1, 1e-5]
+
+    def windows(self, operator: str) -> list[Any]:
+        """Arguments of convolutions and poolings, of which most are right."""
+        choose = self.random.choice
+        batch, channels, *sizes = [choose([1, 2, 3]), choose([2, 4, 4]), choose([5, 6]), choose([5, 7])]
+        stride, padding, dilation = [choose([1, 2]), 2], [0, choose([0, 1])], [choose([1, 1, 2]), 1]
+        operand, is_backward = self.tensor([batch, channels, *sizes]), operator.endswith("backward")
+        if operator.startswith("convolution"):
+            groups = choose([1, 2])
+            weight = self.tensor([choose([2, 4]), channels // groups, choose([2, 3]), 3])
+            rest = [stride, padding, dilation, False, [0, 0], groups]
+            if not is_backward:
+                return [operand, weight, self.vector([weight.shape[0]]), *rest]
+            shape = torch.ops.aten.convolution.default(
+                *[torch.empty(each.shape, device="meta") for each in (operand, weight)], None, *rest
+            ).shape
+            return [self.tensor([*shape]), operand, weight, [weight.shape[0]], *rest, self.mask()]
+        settings = [[2, 3], stride, padding, *([dilation] if operator.startswith("max") else []), self.is_rare()]
+        forward = getattr(torch.ops.aten, operator.removesuffix("_backward")).default
+        if not is_backward:
+            return [operand, *settings]
+        pooled = forward(torch.empty(operand.shape, device="meta"), *settings)
+        largest = operator.startswith("max")
+        shape = [*(pooled[0] if largest else pooled).shape]
+        indices = torch.empty(shape, dtype=torch.int64, device="meta")
+        return [self.tensor(shape), operand, *settings, *([indices] if largest else [True, None])]
+
     def arguments(self, name: str) -> list[Any]:  # noqa: C901, PLR0912, PLR0915  a case for each kind
         name = name.removeprefix("aten.")
         operator, overload = name.split(".")
@@ -167,10 +208,26 @@ class DrawnOfKinds(Drawn):
                 return arguments
             grad = self.tensor([] if reduction else [*target.shape])
             return [grad, *arguments, self.tensor([])]
-        if operator in ("mse_loss", "binary_cross_entropy_with_logits"):
-            other = self.operand(shape)
-            reduction = self.random.randrange(3)
-            return [operand, other, reduction] if operator == "mse_loss" else [operand, other, None, None, reduction]
+        if "_loss" in operator or operator.startswith("binary_cross"):
+            other, reduction = self.operand(shape), self.random.randrange(3)
+            grads = [self.tensor([] if reduction else shape)] if operator.endswith("_backward") else []
+            weights = [None] * {"binary_cross_entropy_with_logits": 2, "binary": 1}.get(
+                operator if operator.endswith("logits") else operator.partition("_")[0], 0
+            )
+            factors = [0.5] if operator.startswith(("smooth", "huber")) else []
+            return [*grads, operand, other, *weights, reduction, *factors]
+        if operator.startswith("glu"):
+            halved = [*shape]
+            if -len(shape) <= dim < len(shape):
+                halved[dim] //= 2
+            return [*([self.tensor(halved)] if operator == "glu_backward" else []), operand, dim]
+        if operator.endswith("_like") or operator.startswith("new_"):
+            sizes = [self.shape()] if operator.startswith("new_") else []
+            return [self.random.choice([operand, mask, index]), *sizes, *([2] if "full" in operator else [])]
+        if operator.startswith(("native_group_norm", "native_batch_norm")):
+            return self.norms(operator)
+        if operator.startswith("convolution") or "pool2d" in operator:
+            return self.windows(operator)
         if operator == "topk":
             return [operand, self.random.randint(1, 3), dim]
         if operator in ("sort", "cumsum"):
@@ -205,6 +262,8 @@ class DrawnOfKinds(Drawn):
             first, second = (torch.empty(shape, dtype=each.dtype, device="meta") for each in (mask, index))
             both = self.random.choice([[first, first], [second, second], [first, second]])
             return both[:1] if operator == "bitwise_not" else both
+        if operator in ("abs", "neg"):
+            return [self.random.choice([operand, index])]
         if operator == "sum":
             return [self.random.choice([operand, mask, index])]
         if operator in ("add", "mul", "sub", "remainder", "floor_divide"):
@@ -214,7 +273,12 @@ class DrawnOfKinds(Drawn):
             return [whole, self.number() if takes_number else other]
         if operator == "clamp":
             return [operand, *self.random.choice([[None, 1], [0], [0, 1.5], [None, None]])]
-        if operator.startswith(("lerp", "addc")) or operator in ("logical_and", "logical_or", "gelu_backward"):
+        if operator.startswith(("lerp", "addc")) or operator in (
+            "logical_and",
+            "logical_or",
+            "logical_xor",
+            "gelu_backward",
+        ):
             others = [self.operand(shape) for _ in range(2 if operator.startswith("addc") else 1)]
             return [operand, *others, *([0.5] if operator.startswith("lerp") else [])]
         if overload == "Scalar" or operator.startswith("clamp"):
@@ -233,6 +297,68 @@ def test_a_formula_of_several_dtypes_is_as_torch_or_is_not_there(op: Any) -> Non
             num_known += 1
             assert described(known) == described(global_outputs._outputs(op, args, kwargs)), args
     assert num_known > 2
+
+
+def _pointwise_operators() -> list[Any]:
+    aten = torch.ops.aten
+    named = {name.partition(".")[2] for name in (*_UNTAGGED, *_OF_TRUTH)}
+    names = sorted(named | {name for name in dir(aten) if name[0] != "_" or name in named})
+    packets = [getattr(aten, name) for name in names if hasattr(getattr(aten, name, None), "overloads")]
+    overloads = [getattr(packet, name) for packet in packets for name in packet.overloads()]
+    # Of those in TorchScript alone nothing is known to the dispatcher.
+    overloads = [op for op in overloads if torch._C._dispatch_has_kernel(op.name())]
+    return [op for op in overloads if "special_" not in str(op) and formula_of(op) is not None]
+
+
+def test_the_formula_of_pointwise_operators_is_as_torch_or_is_not_there() -> None:
+    """Of those that the schemas take for pointwise, with numbers where these have some."""
+    operators = _pointwise_operators()
+    names = {str(op) for op in operators}
+    assert {"aten.hardswish.default", "aten.leaky_relu_backward.default", "aten.atan2.default"} <= names
+    num_known = 0
+    for op in operators:
+        for seed in range(12):
+            drawn = DrawnOfKinds(seed)
+            shape = drawn.shape()
+            args: list[Any] = []
+            for argument in op._schema.arguments:
+                kind = str(argument.type).removeprefix("Optional[").removesuffix("]")
+                if argument.kwarg_only:
+                    break
+                if kind == "Tensor":
+                    args.append(drawn.operand(shape))
+                elif argument.has_default_value():
+                    args.append(argument.default_value)
+                else:
+                    args.append({"bool": True, "int": 1}.get(kind, 0.5))
+            if op._schema.is_mutable:
+                args[0] = torch.empty(shape, dtype=drawn.dtype, device="meta")
+            known = known_results(op, args, {})
+            if known is None:
+                continue
+            try:
+                expected = global_outputs._outputs(op, args, {})
+            except (RuntimeError, TypeError, ValueError):
+                continue  # torch refuses it, and the kernel of the part will say so
+            num_known += 1
+            assert described(known) == described(expected), (op, args)
+    assert num_known > 1000
+
+
+def test_the_gradient_of_a_layer_norm_lies_as_the_kernel_makes_it() -> None:
+    """Of a gradient that is permuted torch's kernel for shapes says that the result is so too, which no device's is."""
+    op = torch.ops.aten.native_layer_norm_backward.default
+    for wanted in ([True, False, False], [True, True, True], [False, True, True]):
+        args = [
+            *(torch.ones(4, 3, 2).permute(2, 1, 0), torch.ones(2, 3, 4), [4]),
+            *(torch.ones(2, 3, 1), torch.ones(2, 3, 1), torch.ones(4), torch.ones(4), wanted),
+        ]
+        on_meta = [value.to("meta") if isinstance(value, torch.Tensor) else value for value in args]
+        known = known_outputs(op, on_meta, {})
+        assert known is not None
+        for shown, made in zip(known, op(*args), strict=True):
+            if made is not None:
+                assert (shown.shape, shown.stride(), shown.dtype) == (made.shape, made.stride(), made.dtype)
 
 
 def test_the_formula_of_attention_is_as_torch() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from disttrain.plan import HARDWARE, PRESETS, Choice, Job, MeshSizes, find_plans, plan_of
 from disttrain.plan.model.memory import has_room
+from disttrain.plan.reasons import why_first
 from disttrain.plan.search import choices
 from disttrain.plan.time import times
 from disttrain.plan.time.products import product_s
@@ -59,12 +60,36 @@ def test_mixtures_whose_exchange_leaves_the_host(published: object) -> None:
 
 
 def test_its_own_choice_for_a_large_job() -> None:
-    """With more than two stages for each rank, and about as fast as others run it; in 80 GB, blocks are recomputed."""
-    job = next(published.job for published in JOBS if published.job.num_gpus == 16_384)
-    first = find_plans(job, num_plans=1).plans[0]
+    """With more than two stages for each rank; in 80 GB, blocks are recomputed, and it says what memory forbids."""
+    published = next(published for published in JOBS if published.job.num_gpus == 16_384)
+    job = published.job
+    plans = find_plans(job, num_plans=1)
+    first = plans.plans[0]
     assert first.choice.stages_per_rank is not None
     assert first.choice.stages_per_rank > 2
     assert first.utilization(job) > 0.34
+    # What it tells for the mesh that was published must be its choice, or be said to lack room.
+    known = plan_of(job, published.choice)
+    fastest = plans.without_room
+    assert not known.fits(job)
+    assert fastest is not None
+    assert not fastest.fits(job)
+    assert fastest.utilization(job) >= known.utilization(job)
+    (sentence,) = (line for line in why_first(plans) if line.startswith("Memory forbids the fastest: "))
+    assert f"take {fastest.memory.total_bytes / 2**30:.1f} GiB" in sentence
+
+
+def test_with_room_it_chooses_what_is_fastest() -> None:
+    job = Job(PRESETS["8b"], 16, HARDWARE["h200"], num_sequences=64)
+    plans = find_plans(job, num_plans=1)
+    roomy = replace(job, hardware=replace(job.hardware, memory_gib=10_000.0))
+    fastest = find_plans(roomy, num_plans=1)
+    assert fastest.without_room is None
+    (best,) = fastest.plans
+    if plans.without_room is None:
+        assert plans.plans[0].choice == best.choice
+    else:
+        assert plans.without_room.choice == best.choice
 
 
 def test_more_stages_for_each_rank_wait_less() -> None:

@@ -12,18 +12,20 @@ from typing import Any, Final
 import torch
 
 from disttrain.dtensor._torch import OpOverload
+from disttrain.dtensor.dispatch.known_layers import FROM_ANY_GRADIENT, LAYERS
+from disttrain.dtensor.dispatch.known_pointwise import Result, formula_of, is_in_place, pointwise
 from disttrain.dtensor.dispatch.known_shapes import (
     Shape,
     along,
     broadcast,
     fits,
     is_as_new,
+    is_in_order,
     is_size,
     reduced,
 )
 from disttrain.dtensor.spec.shard_sizes import is_permuted
 
-Result = tuple[Shape, torch.dtype]
 Results = Sequence[Result] | None
 
 
@@ -32,45 +34,45 @@ def known_results(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     if op is _ATTENTION:
         return _attention(*args, **kwargs)
     formula = RESULTS.get(op)
-    if formula is None:
+    generic = formula_of(op) if formula in (None, _whole, _product) else None
+    if formula is None and generic is None:
         return None
     for value in (*args, *kwargs.values()):
         for tensor in value if type(value) in (list, tuple) else (value,):
             if isinstance(tensor, torch.Tensor) and not (
                 type(tensor) is torch.Tensor
                 and all(map(is_size, tensor.shape))
-                # What is written to stays as it lies, whatever is read.
-                and (is_as_new(tensor) or (formula is _written and tensor is not args[0]))
+                and (is_as_new(tensor) or _may_lie_otherwise(op, tensor, args, formula))
             ):
                 return None
     try:
-        results = formula(*args, **kwargs)
+        results = formula(*args, **kwargs) if formula is not None else None
+        if results is None and generic is not None:
+            results = generic(args, kwargs)
     except TypeError:  # arguments that the formula does not know
         return None
     if results is None:
         return None
-    return tuple([torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in results])
+    return tuple([_shown(*result) if result else torch.empty(0, device="meta") for result in results])
 
 
-def _pointwise(*operands: Any) -> Result | None:
-    """The shape of the tensors broadcast, and their dtype, if it is one and a number among them does not change it."""
-    tensors = [value for value in operands if isinstance(value, torch.Tensor)]
-    numbers = [value for value in operands if not isinstance(value, torch.Tensor)]
-    dtype = tensors[0].dtype
-    if any(tensor.dtype is not dtype for tensor in tensors) or not all(_is_kept(dtype, number) for number in numbers):
-        return None
-    shape = broadcast([tuple(tensor.shape) for tensor in tensors])
-    return None if shape is None else (shape, dtype)
+def _may_lie_otherwise(
+    op: OpOverload, tensor: torch.Tensor, args: Sequence[Any], formula: Callable[..., Any] | None
+) -> bool:
+    """True where the result is as new although an operand is not."""
+    if formula is _written:
+        return tensor is not args[0]  # What is written to stays as it lies, whatever is read.
+    if formula is None:
+        return is_in_order(tensor) and not (tensor is args[0] and is_in_place(op))
+    return op in FROM_ANY_GRADIENT and tensor is args[0] and is_in_order(tensor)
 
 
-def _is_kept(dtype: torch.dtype, number: Any) -> bool:
-    if number is None or type(number) is bool:
-        return True
-    return type(number) in (int, float) and (dtype.is_floating_point or (type(number) is int and dtype in _WHOLE))
+def _shown(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _kept(*operands: Any, alpha: float = 1, value: float = 1) -> Results:
-    result = _pointwise(*operands)
+    result = pointwise(operands)
     # A factor must be of a dtype that the result can have; with floating operands every number is.
     return None if result is None or not result[1].is_floating_point else [result]
 
@@ -81,18 +83,24 @@ def _written(target: torch.Tensor, *others: Any, alpha: float = 1, value: float 
 
 
 def _compared(*operands: Any) -> Results:
-    result = _pointwise(*operands)
+    result = pointwise(operands)
     return result and [(result[0], torch.bool)]
 
 
 def _whole(*operands: Any, alpha: float = 1) -> Results:
     """Arithmetic of whole numbers; for others there is `known_shapes.py`."""
-    result = _pointwise(*operands)
+    result = pointwise(operands)
     return [result] if result is not None and result[1] in _WHOLE and type(alpha) is int else None
 
 
+def _product(*operands: Any) -> Results:
+    """Of whole numbers, or of truth values."""
+    result = pointwise(operands)
+    return [result] if result is not None and result[1] in (torch.bool, *_WHOLE) else None
+
+
 def _bits(*operands: torch.Tensor) -> Results:
-    result = _pointwise(*operands)
+    result = pointwise(operands)
     return [result] if result is not None and result[1] in (torch.bool, *_WHOLE) else None
 
 
@@ -298,12 +306,6 @@ def _limited(operand: torch.Tensor, least: Any = None, most: Any = None) -> Resu
     return None if least is None and most is None else _kept(operand, least, most)
 
 
-def _loss(operand: torch.Tensor, target: torch.Tensor, reduction: int = 1) -> Results:
-    if operand.shape != target.shape or operand.dtype is not target.dtype or not operand.dtype.is_floating_point:
-        return None
-    return [(() if reduction else tuple(operand.shape), operand.dtype)]
-
-
 def _activated(*operands: torch.Tensor, approximate: str = "none") -> Results:
     return _kept(*operands)
 
@@ -315,12 +317,6 @@ def _turned(operand: torch.Tensor, dims: Sequence[int]) -> Results:
 
 def _rolled(operand: torch.Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Results:
     return _turned(operand, dims) if dims and len(shifts) == len(dims) else None
-
-
-def _binary_loss(
-    scores: torch.Tensor, target: torch.Tensor, weight: Any = None, factors: Any = None, reduction: int = 1
-) -> Results:
-    return None if weight is not None or factors is not None else _loss(scores, target, reduction)
 
 
 def _attention(
@@ -347,10 +343,13 @@ _ATTENTION: Final[OpOverload] = _ATEN._scaled_dot_product_flash_attention_for_cp
 _WHOLE: Final = (torch.int64, torch.int32)
 _INDICES: Final = (torch.int64, torch.int32)
 _COMPARISONS: Final = ("eq", "ne", "lt", "le", "gt", "ge")
-RESULTS: Final[dict[OpOverload, Callable[..., Results]]] = {
+RESULTS: Final[dict[OpOverload, Callable[..., Sequence[Result | None] | None]]] = {
     **{getattr(getattr(_ATEN, name), of): _compared for name in _COMPARISONS for of in ("Scalar", "Tensor")},
     **{getattr(_ATEN, f"bitwise_{name}").Tensor: _bits for name in ("and", "or", "xor")},
-    **{getattr(_ATEN, name).default: _compared for name in ("isnan", "logical_not", "logical_and", "logical_or")},
+    **{
+        getattr(_ATEN, name).default: _compared
+        for name in ("isnan", "logical_not", "logical_and", "logical_or", "logical_xor")
+    },
     **{getattr(_ATEN, name).default: _kept for name in ("reciprocal", "floor", "round", "sign", "addcmul", "addcdiv")},
     **{getattr(_ATEN, name).Scalar: _kept for name in ("rsub", "lerp")},
     **{getattr(_ATEN, f"{name}_").Scalar: _written for name in ("add", "div", "mul", "sub", "lerp")},
@@ -363,7 +362,10 @@ RESULTS: Final[dict[OpOverload, Callable[..., Results]]] = {
     **{getattr(_ATEN, name).correction: _moment for name in ("var", "std")},
     **{getattr(getattr(_ATEN, name), of): _truth for name in ("any", "all") for of in ("default", "dim")},
     **{getattr(_ATEN, name).default: _corner for name in ("tril", "triu")},
-    **{getattr(_ATEN, name).Tensor: _whole for name in ("add", "mul", "sub", "remainder")},
+    **{getattr(_ATEN, name).Tensor: _whole for name in ("add", "sub", "remainder")},
+    _ATEN.mul.Tensor: _product,
+    _ATEN.abs.default: _whole,
+    _ATEN.neg.default: _whole,
     _ATEN.remainder.Scalar: _whole,
     _ATEN.floor_divide.default: _whole,
     _ATEN.bitwise_not.default: _bits,
@@ -376,8 +378,7 @@ RESULTS: Final[dict[OpOverload, Callable[..., Results]]] = {
     _ATEN.index.Tensor: _indexed,
     _ATEN.nll_loss_forward.default: _likelihood,
     _ATEN.nll_loss_backward.default: _likelihood_backward,
-    _ATEN.mse_loss.default: _loss,
-    _ATEN.binary_cross_entropy_with_logits.default: _binary_loss,
+    **LAYERS,
     _ATEN.flip.default: _turned,
     _ATEN.roll.default: _rolled,
     _ATEN.gelu.default: _activated,

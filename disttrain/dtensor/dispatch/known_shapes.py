@@ -21,7 +21,7 @@ Shape = tuple[int, ...]
 Shapes = Sequence[Shape | None] | None
 """Of each result, which is contiguous and of the operands' dtype; None for one that is not made."""
 
-_WIDE: Final = (torch.float32, torch.float64)
+WIDE: Final = (torch.float32, torch.float64)
 """Dtypes that no kernel widens to compute with."""
 
 
@@ -38,7 +38,7 @@ def known_outputs(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
             # A subclass, or sizes that are a compiler's symbols, may be more than they look.
             if type(value) is not torch.Tensor or value.dtype is not dtype or not all(map(is_size, value.shape)):
                 return None
-            if op not in _FROM_ANY and not (strides or is_as_new(value) or (formula is _same and _is_in_order(value))):
+            if op not in _FROM_ANY and not (strides or is_as_new(value) or (formula is _same and is_in_order(value))):
                 return None
     if dtype is None or not dtype.is_floating_point:
         return None
@@ -74,7 +74,7 @@ def is_as_new(tensor: torch.Tensor) -> bool:
     return tensor.stride() == contiguous_strides(tensor.shape)
 
 
-def _is_in_order(tensor: torch.Tensor) -> bool:
+def is_in_order(tensor: torch.Tensor) -> bool:
     """True where no dim lies within a later one, so that what is computed of each element is as new."""
     strides = [stride for stride in tensor.stride() if stride]
     return 1 not in tensor.shape and all(outer > inner for outer, inner in pairwise(strides))
@@ -90,11 +90,17 @@ def _same(first: torch.Tensor, *others: Any) -> Shapes:
 
 
 def broadcast(shapes: Sequence[Shape]) -> Shape | None:
-    """The shape that operands are broadcast to, which is that of one of them; None where it is not, or not surely."""
+    """The shape that operands are broadcast to; None where they cannot be, or what lies so is not surely as new."""
     largest = max(shapes, key=len)
-    largest = max((shape for shape in shapes if len(shape) == len(largest)), key=math.prod)
-    is_alike = all(shape == largest for shape in shapes)
-    return largest if is_alike or (1 not in largest and all(fits(shape, largest) for shape in shapes)) else None
+    if all(shape == largest for shape in shapes):
+        return largest
+    sizes = [{1} for _ in largest]
+    for shape in shapes:
+        for known, size in zip(reversed(sizes), reversed(shape), strict=False):
+            known.add(size)
+    if any(len(known) != 2 for known in sizes):
+        return None
+    return tuple([size for known in sizes for size in known - {1}])
 
 
 def fits(shape: Shape, largest: Shape) -> bool:
@@ -130,7 +136,7 @@ def _rows_of(operand: torch.Tensor, normalized: Sequence[int], *vectors: torch.T
     """The shape of the statistics of a norm over the last dims."""
     num_rows = len(operand.shape) - len(normalized)
     shape = [*normalized]
-    if num_rows < 0 or not shape or [*operand.shape[num_rows:]] != shape or operand.dtype not in _WIDE:
+    if num_rows < 0 or not shape or [*operand.shape[num_rows:]] != shape or operand.dtype not in WIDE:
         return None
     if any(vector is not None and [*vector.shape] != shape for vector in vectors):
         return None

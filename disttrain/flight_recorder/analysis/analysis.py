@@ -72,7 +72,7 @@ def _read(files: Sequence[Path]) -> tuple[list[Dump], list[str]]:
             if not is_ours:
                 of_torch.append(read_torch_dump(file))
                 continue
-            dump = read_dump(file, shared) if file.suffix == SUFFIX else _in_columns(read_ring(file))
+            dump = read_dump(file, shared) if file.suffix == SUFFIX else read_ring(file, shared)
         except FlightDumpError as error:
             notes.append(f"not used: {error.problem}")
             continue

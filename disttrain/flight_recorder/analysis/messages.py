@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from disttrain.flight_recorder.analysis.tracks import NO_PEER, Track, TrackKey
 from disttrain.flight_recorder.dumps.dump import Dump
-from disttrain.flight_recorder.record.record import RECEIVE, SEND, Record
+from disttrain.flight_recorder.record.columns import COMPLETED
+from disttrain.flight_recorder.record.record import RECEIVE, SEND, CallSite, Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +34,19 @@ MessageKey = tuple[str, int, int, int]
 
 def message_key(rank: int, record: Record) -> MessageKey:
     """The message that `record`, a send or receive of `rank`, is an end of."""
-    site = record.site
+    return (*_channel(rank, record.site), record.sequence)
+
+
+def _channel(rank: int, site: CallSite) -> tuple[str, int, int]:
+    """The group, the sender and the receiver."""
     peer_rank = NO_PEER if site.peer_rank is None else site.peer_rank
     ends = (rank, peer_rank) if site.operation == SEND else (peer_rank, rank)
-    return (site.group_name, *ends, record.sequence)
+    return (site.group_name, *ends)
+
+
+def _sites(track: Track) -> set[int]:
+    """The numbers of all its call sites."""
+    return set(map(track.records.site_numbers.__getitem__, track.positions))
 
 
 class Messages:
@@ -61,14 +72,44 @@ class Messages:
             is_absent = dst_rank in self._dumps and self._count(dst_rank, (group_name, RECEIVE, src_rank)) < number
         return Message(group_name, number, src_rank, dst_rank, send, receive, is_absent)
 
-    def unfinished(self) -> list[Message]:
-        """The messages of which a known end is not completed, in the order of the ranks' records."""
+    def first_unlike(self, differ: Callable[[CallSite, CallSite], bool]) -> list[Message]:
+        """Of each channel the first message that a known end has not completed and of which send and receive `differ`,
+        in the order of the ranks' records. What follows it in its channel may be shifted."""
         places: dict[MessageKey, tuple[int, int]] = {}
-        for rank, records in {rank: track.records for (rank, _), track in self._tracks.items()}.items():
-            for record in map(records.__getitem__, records.unfinished):
-                if record.site.is_message and (key := message_key(rank, record)) not in places:
-                    places[key] = self._place(key)
+        for channel in self._unfinished_channels():
+            key = self._first_unlike(channel, differ)
+            if key is not None:
+                places[key] = self._place(key)
         return [self[key] for key in sorted(places, key=places.__getitem__)]
+
+    def _unfinished_channels(self) -> Iterable[MessageKey]:
+        """A key for each channel of which some end has not completed a message, with 0 for the message's number."""
+        channels: dict[MessageKey, None] = {}
+        for rank, records in {rank: track.records for (rank, _), track in self._tracks.items()}.items():
+            numbers = set(map(records.site_numbers.__getitem__, records.unfinished))
+            for site in map(records.sites.__getitem__, sorted(numbers)):
+                if site.is_message:
+                    channels[(*_channel(rank, site), 0)] = None
+        return channels
+
+    def _first_unlike(self, channel: MessageKey, differ: Callable[[CallSite, CallSite], bool]) -> MessageKey | None:
+        send, receive = self._ends(channel)
+        if send is None or receive is None:
+            return None
+        differing = {
+            (sent, received)
+            for sent, received in itertools.product(_sites(send), _sites(receive))
+            if differ(send.records.sites[sent], receive.records.sites[received])
+        }
+        if not differing:
+            return None  # In most channels all messages are alike, and need not be looked at.
+        for number in sorted(set(send.numbers()).intersection(receive.numbers())):
+            ends = [(track.records, track.position(number) or 0) for track in (send, receive)]
+            sent, received = (records.site_numbers[position] for records, position in ends)
+            is_over = all(records.states[position] == COMPLETED for records, position in ends)
+            if (sent, received) in differing and not is_over:
+                return (*channel[:3], number)
+        return None
 
     def _ends(self, key: MessageKey) -> tuple[Track | None, Track | None]:
         group_name, src_rank, dst_rank, _ = key

@@ -38,7 +38,8 @@ _FIELDS: Final[tuple[tuple[Kind, str, Callable[[CallSite], Hashable]], ...]] = (
 
 
 def find_mismatches(matched: Match) -> list[Verdict]:
-    """One verdict for the first such collective of each group, since what follows is shifted, and for each message."""
+    """One verdict for the first such collective of each group, since what follows is shifted, and message of each
+    channel."""
     verdicts = []
     signatures: dict[int, Hashable] = {}
     for collectives in matched.collectives.values():
@@ -51,7 +52,7 @@ def find_mismatches(matched: Match) -> list[Verdict]:
             if verdict is not None:
                 verdicts.append(verdict)
                 break
-    messages = matched.messages.unfinished()
+    messages = matched.messages.first_unlike(lambda send, receive: _unlike_ends(send, receive) is not None)
     return verdicts + [verdict for message in messages if (verdict := _message(matched, message))]
 
 
@@ -197,16 +198,21 @@ def _is_swapped(matched: Match, collective: Collective) -> bool:
     return True
 
 
+def _unlike_ends(send: CallSite, receive: CallSite) -> tuple[Kind, str] | None:
+    """What both ends of a message have not in common."""
+    if send.dtypes != receive.dtypes:
+        return Kind.MISMATCHED_DTYPE, "dtypes"
+    if send.num_input_elements != receive.num_output_elements:
+        return Kind.MISMATCHED_SIZES, "sizes"
+    return None
+
+
 def _message(matched: Match, message: Message) -> Verdict | None:
     send, receive = message.send, message.receive
-    if send is None or receive is None or send.state is receive.state is State.COMPLETED:
+    unlike = None if send is None or receive is None else _unlike_ends(send.site, receive.site)
+    if send is None or receive is None or unlike is None:
         return None
-    if send.site.dtypes != receive.site.dtypes:
-        kind, difference = Kind.MISMATCHED_DTYPE, "dtypes"
-    elif send.site.num_input_elements != receive.site.num_output_elements:
-        kind, difference = Kind.MISMATCHED_SIZES, "sizes"
-    else:
-        return None
+    kind, difference = unlike
     ends: dict[int, Record] = {message.src_rank: send, message.dst_rank: receive}
     return Verdict(
         kind,

@@ -6,6 +6,8 @@ in a circle. Pure and torch-free.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Hashable, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Final
@@ -14,6 +16,7 @@ from disttrain.flight_recorder.analysis.marked import find_marked_waits
 from disttrain.flight_recorder.analysis.match import Match
 from disttrain.flight_recorder.analysis.messages import message_key
 from disttrain.flight_recorder.analysis.on_device import find_device_waits
+from disttrain.flight_recorder.analysis.tracks import key_of
 from disttrain.flight_recorder.analysis.wait_graph import Wait
 from disttrain.flight_recorder.analysis.waited_for import Missing
 from disttrain.flight_recorder.analysis.wording import waited_s
@@ -36,7 +39,6 @@ def find_waits(matched: Match, gone: AbstractSet[int] = frozenset()) -> list[Wai
         for rank in matched.dumps
         if rank not in gone
         for record in [*_pending(matched, rank), *matched.connecting.get(rank, ())]
-        if not _has_arrived(matched, rank, record)
     ]
     if any(records.devices is not None for records in matched.records.values()):
         waits += find_marked_waits(matched, missing)
@@ -60,21 +62,41 @@ def _pending(matched: Match, rank: int) -> list[Record]:
     """Records that this rank hangs in. A failure that it got over does not count, nor what it has not begun to wait
     for."""
     dump, records = matched.dumps[rank], matched.records[rank]
-    failed: list[Record] = []
+    failed: list[int] = []
     for index, position in enumerate(reversed(records.unfinished), 1):
         if position != len(records) - index:
             break
         if records.state_at(position) is State.FAILED:
-            failed.append(records[position])
+            failed.append(position)
     if failed or dump.is_in_transport or not dump.threads:
         enqueued = [at for at in records.unfinished if records.state_at(at) is State.ENQUEUED]
-        return failed + [records[position] for position in enqueued]
+        return _outermost(matched, rank, failed)[::-1] + _outermost(matched, rank, enqueued)
     return []
+
+
+def _outermost(matched: Match, rank: int, positions: Sequence[int]) -> list[Record]:
+    """Of the records of each group or channel, with each error, the first and the last that it hangs in: who has not
+    come to one has not come to those after it either, and a ring may be full of what nobody has waited for."""
+    records = matched.records[rank]
+    keys = list(map(key_of, records.sites))
+    of_tracks: dict[Hashable, list[int]] = {}
+    for position in positions:
+        key = keys[records.site_numbers[position]], records.errors.get(position)
+        of_tracks.setdefault(key, []).append(position)
+
+    def hangs(position: int) -> bool:
+        return not _has_arrived(matched, rank, records[position])
+
+    found: set[int] = set()
+    for its in of_tracks.values():
+        for order in (its, reversed(its)):
+            found.update(itertools.islice(filter(hangs, order), 1))
+    return [records[position] for position in sorted(found)]
 
 
 def _has_arrived(matched: Match, rank: int, record: Record) -> bool:
     """True for a send that the other end has received, whatever its sender knows of that."""
-    if record.site.operation != SEND or record.state is State.CONNECTING:
+    if record.site.operation != SEND:
         return False
     receive = matched.messages[message_key(rank, record)].receive
     return receive is not None and receive.state is State.COMPLETED and not receive.is_queued

@@ -123,10 +123,10 @@ def _items(dump: Dump) -> Iterator[list[Any]]:
     yield from _replays(dump, tables)
     for record in reversed(dump.records):
         label = (record.action, record.module)
-        if record.site not in tables.sites or label not in tables.labels:
+        if not tables.has_met(record.site) or label not in tables.labels:
             yield from tables.new_call(record.site, label)
         times_s = (record.enqueued_s, record.completed_s)
-        called = tables.sites[record.site], record.sequence
+        called = tables.number_of(record.site), record.sequence
         fields = *called, record.state.value, *times_s, record.error, tables.labels[label]
         yield ["record", *fields, record.device, record.waits_s]
 
@@ -139,8 +139,8 @@ def _replays(dump: Dump, tables: _Tables) -> Iterator[list[Any]]:
             graphs[graph.number] = len(graphs)
             for call in graph.calls:
                 yield from tables.new_call(call.site, (call.action, call.module))
-            sites, labels = tables.sites, tables.labels
-            numbered = [(sites[call.site], labels[call.action, call.module], call.part) for call in graph.calls]
+            number_of, labels = tables.number_of, tables.labels
+            numbered = [(number_of(call.site), labels[call.action, call.module], call.part) for call in graph.calls]
             yield ["graph", graph.number, numbered]
         times_s = (replay.enqueued_s, replay.completed_s)
         yield ["replay", graphs[graph.number], replay.number, replay.before, *times_s, replay.device, replay.not_come]
@@ -151,7 +151,9 @@ class _Tables:
 
     def __init__(self, ranks_of: dict[str, tuple[int, ...]]) -> None:
         self.stacks: dict[Stack, int] = {}
-        self.sites: dict[CallSite, int] = {}
+        self._sites: dict[CallSite, int] = {}
+        # By address, with what has it: to hash a site goes through all ranks of its group.
+        self._met: dict[int, tuple[int, CallSite]] = {}
         self.labels: dict[tuple[str, str], int] = {}
         self._ranks_of = ranks_of
 
@@ -160,14 +162,24 @@ class _Tables:
             self.stacks[stack] = len(self.stacks)
             yield ["stack", stack]
 
+    def has_met(self, site: CallSite) -> bool:
+        """True if this object has been given to `new_call`."""
+        return id(site) in self._met
+
+    def number_of(self, site: CallSite) -> int:
+        """The number of a site that has been given to `new_call`."""
+        return self._met[id(site)][0]
+
     def new_call(self, site: CallSite, label: tuple[str, str]) -> Iterator[list[Any]]:
-        if site not in self.sites:
-            yield from self.new_stack(site.stack)
-            self.sites[site] = len(self.sites)
-            shapes = (site.input_shapes, site.output_shapes)
-            ranks = None if site.ranks == self._ranks_of.get(site.group_name) else site.ranks
-            called = (site.group_name, ranks, site.operation, *shapes, site.dtypes, site.peer_rank)
-            yield ["site", *called, self.stacks[site.stack], site.reduction, site.splits or None]
+        if id(site) not in self._met:
+            if site not in self._sites:
+                yield from self.new_stack(site.stack)
+                self._sites[site] = len(self._sites)
+                shapes = (site.input_shapes, site.output_shapes)
+                ranks = None if site.ranks == self._ranks_of.get(site.group_name) else site.ranks
+                called = (site.group_name, ranks, site.operation, *shapes, site.dtypes, site.peer_rank)
+                yield ["site", *called, self.stacks[site.stack], site.reduction, site.splits or None]
+            self._met[id(site)] = self._sites[site], site
         if label not in self.labels:
             self.labels[label] = len(self.labels)
             yield ["label", *label]

@@ -18,17 +18,16 @@ import msgpack
 from disttrain.errors import FlightDumpError
 from disttrain.flight_recorder.dumps.checked_values import (
     as_int,
-    as_ints,
     as_text,
     at,
     checked_header,
     device_times,
     finite,
-    more_of_site,
 )
 from disttrain.flight_recorder.dumps.dump import MAGIC, Dump, packed
 from disttrain.flight_recorder.dumps.read_replays import ReadReplays
-from disttrain.flight_recorder.dumps.record_runs import NewestFirst, find_run
+from disttrain.flight_recorder.dumps.record_mixes import find_mix
+from disttrain.flight_recorder.dumps.record_runs import NewestFirst, Run, find_run
 from disttrain.flight_recorder.dumps.shared_values import Shared
 from disttrain.flight_recorder.record.columns import STATE_NUMBERS, STATES, Records
 from disttrain.flight_recorder.record.record import (
@@ -36,7 +35,6 @@ from disttrain.flight_recorder.record.record import (
     ChannelProgress,
     DeviceTimes,
     Failure,
-    Frame,
     GroupProgress,
     Record,
     Stack,
@@ -98,12 +96,13 @@ def decode(data: bytes, shared: Shared | None = None) -> Dump:
     if not data.startswith(MAGIC):
         raise FlightDumpError("read_dump", "is not a dump of disttrain's flight recorder")
     shared = Shared() if shared is None else shared
-    if not (end_bytes := _end_bytes(data)):
-        return _decode_damaged(data, shared)
+    end_bytes = _end_bytes(data)
     try:
-        return _decode_runs(data, len(data) - end_bytes, shared)
+        return _decode_runs(data, len(data) - end_bytes, shared, is_cut=not end_bytes)
     except (msgpack.exceptions.OutOfData, FlightDumpError, *_WRONG):
         pass  # The content may be anything, since anybody may have written it.
+    if not end_bytes:
+        return _decode_damaged(data, shared)
     try:
         items = list(_unpacker(data))
     except _WRONG:
@@ -125,43 +124,52 @@ def _end_bytes(data: bytes) -> int:
     return 0
 
 
-def _decode_runs(data: bytes, stop: int, shared: Shared) -> Dump:
-    """Decodes a dump as this version writes it, much of it at once. Raises where something is otherwise."""
+def _decode_runs(data: bytes, stop: int, shared: Shared, *, is_cut: bool) -> Dump:
+    """Decodes a dump as this version writes it, much of it at once; one that is cut as far as it goes. Raises where
+    something is otherwise."""
     reader = _Reader(shared)
     columns = NewestFirst()
     unpacker = _unpacker(data)
     start, told = len(MAGIC), 0
     # After so many records without a new call site it looks for a run.
     patience, num_plain = 4, 0
-    while start < stop:
-        if data.startswith(_GROUP_STARTS, start) or data.startswith(_STACK_START, start):
-            unpacker.skip()
-            size = unpacker.tell() - told
-            reader.take_shared(data[start : start + size])
-            num_plain = 0
-        else:
-            item = unpacker.unpack()
-            size = unpacker.tell() - told
-            if item[0] == "record":
-                reader.raw_records.append(item)
-                num_plain += 1
-            else:
-                reader.take_known(item, data[start : start + size])
+    try:
+        while start < stop:
+            if data.startswith(_GROUP_STARTS, start) or data.startswith(_STACK_START, start):
+                unpacker.skip()
+                size = unpacker.tell() - told
+                reader.take_shared(data[start : start + size])
                 num_plain = 0
-        start += size
-        told = unpacker.tell()
-        if num_plain < patience:
-            continue
-        if run := find_run(data, start, stop):
-            reader.add_raw(columns)
-            columns.add_run(run, _STATES[run.state])
-            start += run.num_bytes
-            unpacker.read_bytes(run.num_bytes)
+            else:
+                item = unpacker.unpack()
+                size = unpacker.tell() - told
+                if item[0] == "record":
+                    reader.raw_records.append(item)
+                    num_plain += 1
+                else:
+                    reader.take_known(item, data[start : start + size])
+                    num_plain = 0
+            start += size
             told = unpacker.tell()
-        else:
-            patience, num_plain = min(2 * patience, 256), 0
+            if num_plain < patience:
+                continue
+            found = find_run(data, start, stop) or find_mix(data, start, stop)
+            if found is None:
+                patience, num_plain = min(2 * patience, 256), 0
+                continue
+            reader.add_raw(columns)
+            if isinstance(found, Run):
+                columns.add_run(found, _STATES[found.state])
+            else:
+                columns.add_mixed([run for _, run in found.parts], found.order(), _STATES)
+            start += found.num_bytes
+            unpacker.read_bytes(found.num_bytes)
+            told = unpacker.tell()
+    except msgpack.exceptions.OutOfData:
+        if not is_cut:
+            raise
     reader.add_raw(columns)
-    return reader.dump(reader.records_of(columns), None)
+    return reader.dump(reader.records_of(columns), f"is cut off after {start} bytes" if is_cut else None)
 
 
 def _decode_whole(items: list[Any], shared: Shared) -> Dump:
@@ -310,29 +318,16 @@ class _Reader:
             case ["label", str(action), str(module)]:
                 self.labels.append((action, module))
             case ["site", str(name), ranks, str(operation), [*inputs], [*outputs], [*dtypes], peer_rank, stack, *more]:
-                group_ranks = self.groups[name].ranks if ranks is None else self._ranks(ranks)
-                # Without the stack's number, which differs between ranks.
-                key = (packed([*item[:8], *more]), id(group_ranks), id(at(self.stacks, stack)))
-                site = self.shared.sites.get(key)
-                if site is None:
-                    shapes = tuple(map(as_ints, inputs)), tuple(map(as_ints, outputs))
-                    peer = None if peer_rank is None else as_int(peer_rank)
-                    axis_name = self.groups[name].axis_name if name in self.groups else ""
-                    called = (name, group_ranks, operation, *shapes, tuple(map(as_text, dtypes)), peer)
-                    site = self.shared.sites[key] = CallSite(
-                        *called, at(self.stacks, stack), axis_name, *more_of_site(more)
-                    )
-                self.sites.append(site)
+                known = self.groups.get(name)
+                members = self.groups[name].ranks if ranks is None else self.shared.listed_ranks(ranks)
+                group = name, members, "" if known is None else known.axis_name
+                called = operation, inputs, outputs, dtypes, peer_rank
+                self.sites.append(self.shared.site(group, called, at(self.stacks, stack), more))
             case ["stack", [*frames]]:
-                frames_key = packed(frames)
-                stack = self.shared.stacks.get(frames_key)
-                if stack is None:
-                    frame_of = (Frame(as_text(file), as_int(line), as_text(name)) for file, line, name in frames)
-                    stack = self.shared.stacks[frames_key] = tuple(frame_of)
-                self.stacks.append(stack)
+                self.stacks.append(self.shared.stack(frames))
             case ["group", str(name), [*ranks], int(last_sequence), *more]:
-                group = GroupProgress(name, self._ranks(ranks), last_sequence, *map(as_text, more[:2]))
-                self.groups[name] = group
+                members = self.shared.listed_ranks(ranks)
+                self.groups[name] = GroupProgress(name, members, last_sequence, *map(as_text, more[:2]))
             case ["channel", str(name), str(operation), int(peer_rank), int(last_sequence)]:
                 self.channels.append(ChannelProgress(name, operation, peer_rank, last_sequence))
             case ["thread", str(name), bool(is_main), int(stack), *more]:
@@ -345,10 +340,6 @@ class _Reader:
                 return
             case _:
                 self.replays.take(item, self.sites, self.labels)
-
-    def _ranks(self, ranks: Any) -> tuple[int, ...]:
-        group_ranks = as_ints(ranks)
-        return self.shared.ranks.setdefault(group_ranks, group_ranks)
 
     def finished(self, problem: str | None) -> Dump:
         """The dump, as far as it came. Raises FlightDumpError without a header."""

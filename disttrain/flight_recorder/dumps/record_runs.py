@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import sys
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import isnan, nan
+from operator import ne
 from typing import Any, Final
 
 from disttrain.flight_recorder.record.columns import DeviceColumns, times
@@ -17,7 +19,8 @@ from disttrain.flight_recorder.record.columns import DeviceColumns, times
 LEAST: Final = 16
 """Shorter runs are faster one record after the other."""
 _FIRST: Final = 64
-_HEAD: Final = b"\x9a\xa6record"
+HEAD: Final = b"\x9a\xa6record"
+"""The first bytes of each record."""
 _SMALL: Final = bytes(range(0x80))
 _NONE: Final = b"\xc0"
 _FLOAT: Final = b"\xcb"
@@ -42,6 +45,17 @@ class Run:
     labels: array[int]
     times: list[array[float] | None]
     marks: list[array[float] | None] | None
+
+    def first(self, count: int) -> Run:
+        """The newest `count` of them."""
+        if count == self.num_records:
+            return self
+        times, marks = (
+            None if columns is None else [None if column is None else column[:count] for column in columns]
+            for columns in (self.times, self.marks)
+        )
+        numbers = self.sites[:count], self.sequences[:count], self.state, self.labels[:count]
+        return Run(count, self.num_bytes // self.num_records * count, *numbers, times or [], marks)
 
 
 @dataclass
@@ -86,11 +100,11 @@ class _Layout:
         return self.expect(self.data[at : at + 1 + size])[1:].decode()
 
 
-def find_run(data: bytes, start: int, stop: int) -> Run | None:
-    """The records from `start` on that are encoded as the first one; None where they are few."""
+def find_run(data: bytes, start: int, stop: int, least: int = LEAST) -> Run | None:
+    """The records from `start` on that are encoded as the first one; None where there are not `least`."""
     layout = _Layout(data, start)
     try:
-        layout.expect(_HEAD)
+        layout.expect(HEAD)
         numbers = layout.integer(), layout.integer()
         state = layout.text()
         spans = [layout.time(), layout.time()]
@@ -104,7 +118,7 @@ def find_run(data: bytes, start: int, stop: int) -> Run | None:
     stride = layout.offset
     most = (stop - start) // stride
     num_records = _extent(data, start, stride, layout.fixed, min(most, _FIRST))
-    if num_records < LEAST:
+    if num_records < least:
         return None
     if num_records == _FIRST:
         num_records = _extent(data, start, stride, layout.fixed, most)
@@ -171,6 +185,23 @@ class NewestFirst:
                 raise ValueError("not a number")
             target.extend(nothing if source is None else source)
         self._is_known += bytes([run.marks is not None]) * num_records
+
+    def add_mixed(self, runs: Iterable[Run], order: list[int], states: dict[str, int]) -> None:
+        """The records of several runs, in this order of their indexes among them all."""
+        before = len(self.states)
+        for run in runs:
+            self.add_run(run, states[run.state])
+
+        def put_in_order(column: Any) -> None:
+            added = column[before:]
+            values = added.tolist() if isinstance(added, array) else added
+            # Of what no record has, and where all have the same, there is no order.
+            if values[1:] != values[:-1] and not all(map(ne, values, values)):
+                ordered = map(values.__getitem__, order)
+                column[before:] = array(added.typecode, ordered) if isinstance(added, array) else bytes(ordered)
+
+        for column in (self.sites, self.labels, self.sequences, self.states, self._is_known, *self.times, *self._marks):
+            put_in_order(column)
 
     def add(self, columns: list[Any], states: bytes) -> None:
         """Those of checked records: `columns` as the file has them, but for the states and the marks."""

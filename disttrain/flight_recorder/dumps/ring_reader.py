@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -17,24 +18,23 @@ from typing import Any, Final, NamedTuple
 import msgpack
 
 from disttrain.errors import FlightDumpError
-from disttrain.flight_recorder.dumps.checked_values import as_int, as_ints, as_text, checked_header, more_of_site
+from disttrain.flight_recorder.dumps.checked_values import as_int, checked_header
 from disttrain.flight_recorder.dumps.dump import RING, Dump
 from disttrain.flight_recorder.dumps.reader import MAX_FILE_BYTES
+from disttrain.flight_recorder.dumps.ring_columns import Slots, records_of
 from disttrain.flight_recorder.dumps.ring_replays import ListedParts
+from disttrain.flight_recorder.dumps.shared_values import Shared
 from disttrain.flight_recorder.record import ring_layout as layout
+from disttrain.flight_recorder.record.columns import Records
 from disttrain.flight_recorder.record.record import (
     CallSite,
     ChannelProgress,
     DeviceTimes,
     Frame,
     GroupProgress,
-    Record,
     Stack,
-    State,
     ThreadStack,
 )
-from disttrain.flight_recorder.record.replays import Replay
-from disttrain.ranks import Ranks
 
 _WRONG: Final = (ValueError, TypeError, LookupError, OverflowError, struct.error, msgpack.exceptions.StackError)
 _MAX_STACKS_BYTES: Final = 1 << 20
@@ -45,8 +45,9 @@ MarkedNs = tuple[int | None, int | None, int | None]
 """As `DeviceTimes`, in ns of the monotonic clock."""
 
 
-def read_ring(file: Path) -> Dump:
+def read_ring(file: Path, shared: Shared | None = None) -> Dump:
     """The dump in the ring `file`, with the stacks of all threads where its process could still leave them beside it.
+    `shared` by those of one job.
 
     Raises FlightDumpError when nothing of it can be used.
     """
@@ -57,7 +58,7 @@ def read_ring(file: Path) -> Dump:
     except OSError as error:
         raise FlightDumpError("read_ring", f"{file.name} cannot be read ({error.strerror}).") from None
     try:
-        dump, main_thread = decode_ring(data)
+        dump, main_thread = decode_ring(data, shared=shared)
     except FlightDumpError as error:
         raise FlightDumpError("read_ring", f"{file.name} {error.problem}.") from None
     try:
@@ -73,6 +74,7 @@ def decode_ring(
     data: bytes,
     marked_ns: Mapping[int, MarkedNs] = MappingProxyType({}),
     progress: Mapping[int, Sequence[int]] = MappingProxyType({}),
+    shared: Shared | None = None,
 ) -> tuple[Dump, int]:
     """Decodes the bytes of a ring file. Returns its dump, and the identity of its main thread. Raises FlightDumpError.
 
@@ -94,14 +96,14 @@ def decode_ring(
         )
     if entries_at != layout.entries_at(num_slots, num_counters, version) or len(data) < entries_at:
         raise FlightDumpError("read_ring", "is cut off in its head, or damaged")
-    entries = _Entries()
+    entries = _Entries(Shared() if shared is None else shared)
     for entry in _unpacked(data, entries_at, entries.problems):
         try:
             entries.take(entry)
         except _WRONG as error:
             entries.problems.append(f"has an entry that cannot be ({type(error).__name__})")
     slots = memoryview(data)[layout.slots_at(num_counters) : entries_at]
-    dump = entries.dump(data, num_counters, layout.records_in(slots, version), marked_ns, progress)
+    dump = entries.dump(data, num_counters, Slots.of(layout.records_in(slots, version)), marked_ns, progress)
     return dump, entries.main_thread
 
 
@@ -167,6 +169,7 @@ def _unpacked(data: bytes, offset: int, problems: list[str]) -> Iterator[Any]:
 class _Entries:
     """The entries of a ring that have been read so far."""
 
+    shared: Shared
     header: dict[str, Any] | None = None
     main_thread: int = 0
     epoch_ns: int = 0
@@ -185,20 +188,19 @@ class _Entries:
         """Add what `entry` says. Raises ValueError, TypeError or LookupError for one that cannot be."""
         match entry:
             case ["site", int(number), str(group), str(operation), [*ins], [*outs], [*dtypes], peer, int(stack), *more]:
-                shapes = tuple(map(as_ints, ins)), tuple(map(as_ints, outs))
-                peer_rank = None if peer is None else as_int(peer)
                 progress, _ = self.groups[group]
-                site = (group, progress.ranks, operation, *shapes, tuple(map(as_text, dtypes)), peer_rank)
-                self.sites[number] = CallSite(*site, self.stacks[stack], progress.axis_name, *more_of_site(more))
+                members = group, progress.ranks, progress.axis_name
+                tensors = ins, outs, dtypes
+                self.sites[number] = self.shared.site(members, (operation, *tensors, peer), self.stacks[stack], more)
             case ["stack", int(number), [*frames]]:
-                self.stacks[number] = tuple(Frame(as_text(file), as_int(line), as_text(n)) for file, line, n in frames)
+                self.stacks[number] = self.shared.stack(frames)
             case ["part", int(number), int(graph), int(index), int(num_parts), [*calls]]:
                 called = [(as_int(at), self.sites[site], *self.labels[label]) for at, site, label in calls]
                 self.listed.take(number, graph, index, num_parts, called)
             case ["label", int(number), str(action), str(module)]:
                 self.labels[number] = (action, module)
             case ["group", str(name), [*ranks], str(axis_name), int(word)]:
-                self.groups[name] = GroupProgress(name, Ranks.from_plain(ranks).listed, 0, axis_name), word
+                self.groups[name] = GroupProgress(name, self.shared.ranks_of(ranks), 0, axis_name), word
             case ["channel", str(name), str(operation), int(peer_rank), int(word)]:
                 self.channels.append((ChannelProgress(name, operation, peer_rank, 0), word))
             case ["error", int(number), str(text)]:
@@ -215,7 +217,7 @@ class _Entries:
         self,
         data: bytes,
         num_counters: int,
-        slots: Iterable[tuple[int, ...]],
+        slots: Slots,
         marked_ns: Mapping[int, MarkedNs],
         progress: Mapping[int, Sequence[int]],
     ) -> Dump:
@@ -231,8 +233,8 @@ class _Entries:
         records = self._records(slots, marked_ns)
         alive_s = self._seconds(words[layout.ALIVE_AT // 8]) if words[layout.ALIVE_AT // 8] else 0.0
         replays = self.listed.replays(self._seconds, lambda number: self._device(marked_ns, number), progress)
-        calls: list[Record | Replay] = [*records, *replays]
-        last_s = [max(call.enqueued_s, call.completed_s or 0.0) for call in calls]
+        last_s = [*records.enqueued_s, *[end_s for end_s in records.completed_s if end_s == end_s]]
+        last_s += [max(replay.enqueued_s, replay.completed_s or 0.0) for replay in replays]
         offset_s, error_s = self.clock
         return Dump(
             **{
@@ -249,35 +251,23 @@ class _Entries:
             problems=tuple(dict.fromkeys(self.problems)),
         )
 
-    def _records(self, slots: Iterable[tuple[int, ...]], marked_ns: Mapping[int, MarkedNs]) -> tuple[Record, ...]:
-        records = []
-        num_torn = num_unknown = 0
-        for number, site, label, sequence, flags, began_ns, waits_ns, ended_ns, again in slots:
-            if not began_ns and number == again:
-                continue
-            if number != again:
-                num_torn += 1
-                continue
-            if self.listed.has(site):
-                self.listed.replayed(site, number, label, sequence, began_ns, ended_ns)
-                continue
-            if site not in self.sites or label not in self.labels:
-                num_unknown += 1
-                continue
-            ended_s = self._seconds(ended_ns) if ended_ns else None
-            state = State.ENQUEUED if ended_s is None else State.FAILED if flags & 1 else State.COMPLETED
-            error = self.errors.get(number) if state is State.FAILED else None
-            device = self._device(marked_ns, number)
-            fields = self.sites[site], sequence, state, self._seconds(began_ns), ended_s, error, *self.labels[label]
-            waits_s = self._seconds(waits_ns) if waits_ns else None
-            record = Record(*fields, device, waits_s)
-            records.append((number, record))
-        if num_torn:
+    def _records(self, slots: Slots, marked_ns: Mapping[int, MarkedNs]) -> Records:
+        indexes, sites, labels = slots.whole(), slots.sites, slots.labels
+        if self.listed:
+            for index in indexes:
+                if self.listed.has(sites[index]):
+                    fields = slots.numbers, labels, slots.sequences, slots.began_ns, slots.ended_ns
+                    self.listed.replayed(sites[index], *(values[index] for values in fields))
+            indexes = [index for index in indexes if not self.listed.has(sites[index])]
+        known = indexes
+        if not (self.sites.keys() >= set(sites) and self.labels.keys() >= set(labels)):
+            known = [index for index in indexes if sites[index] in self.sites and labels[index] in self.labels]
+        if num_torn := slots.num_torn:
             self.problems.append(f"has {num_torn} records that were being written")
-        if num_unknown:
-            self.problems.append(f"has {num_unknown} records of calls that it does not describe")
-        records.sort(key=_number_of)
-        return tuple(record for _, record in records)
+        if len(known) < len(indexes):
+            self.problems.append(f"has {len(indexes) - len(known)} records of calls that it does not describe")
+        device_of = partial(self._device, marked_ns) if marked_ns else None
+        return records_of(slots, known, self.sites, self.labels, self.errors, self.epoch_ns, device_of, self.shared)
 
     def _device(self, marked_ns: Mapping[int, MarkedNs], number: int) -> DeviceTimes | None:
         if number not in marked_ns:
@@ -286,7 +276,3 @@ class _Entries:
 
     def _seconds(self, monotonic_ns: int) -> float:
         return (monotonic_ns + self.epoch_ns) / 1e9
-
-
-def _number_of(numbered: tuple[int, Record]) -> int:
-    return numbered[0]

@@ -36,6 +36,9 @@ class ListedParts:
         self._parts: dict[int, _Part] = {}
         self._slots: dict[tuple[int, int], dict[int, _Slot]] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
     def take(
         self, number: int, graph: int, index: int, num_parts: int, calls: Sequence[tuple[int, CallSite, str, str]]
     ) -> None:

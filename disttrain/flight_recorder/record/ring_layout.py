@@ -71,9 +71,10 @@ def entries_at(num_slots: int, num_counters: int, version: int = VERSION) -> int
 
 def records_in(slots: memoryview, version: int = VERSION) -> Iterator[tuple[int, ...]]:
     """The contents of each slot of a ring, as in SLOT, whatever its version."""
-    if version > 2:
-        yield from SLOT.iter_unpack(slots)
-        return
+    return SLOT.iter_unpack(slots) if version > 2 else _records_of_2(slots)
+
+
+def _records_of_2(slots: memoryview) -> Iterator[tuple[int, ...]]:
     for number, site, label, sequence, flags, began_ns, ended_ns, again in _SLOT_OF_2.iter_unpack(slots):
         waits_ns = began_ns + (flags >> 1) * 1000 if flags > 1 else 0
         yield number, site, label, sequence, flags & 1, began_ns, waits_ns, ended_ns, again
