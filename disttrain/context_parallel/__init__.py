@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from disttrain.context_parallel.batch import CutBatch, cut_batch
 from disttrain.context_parallel.context import context_parallel, context_parallel_unshard, set_rotate_method
+from disttrain.context_parallel.positions import own_positions
 from disttrain.kernels.attention.context.cut import CutPlan, plan_cut
 from disttrain.kernels.attention.context.parts import Parts
 
@@ -18,6 +19,7 @@ __all__ = [
     "context_parallel",
     "context_parallel_unshard",
     "cut_batch",
+    "own_positions",
     "plan_cut",
     "set_rotate_method",
 ]

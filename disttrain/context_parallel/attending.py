@@ -1,7 +1,7 @@
-"""Has a model's attention look across the ranks of an axis while a block runs, whoever calls it, and in whichever way.
+"""Has a model's attention look across the ranks of an axis while a block runs, whichever function it calls.
 
-Three callers are met: `kernels.attention`, which asks by itself (`using`); torch's scaled_dot_product_attention, however
-it was imported; and models of transformers (`pretrained.py`), which make masks of their own otherwise.
+Three are met: `kernels.attention`, which asks by itself (`using`); torch's scaled_dot_product_attention, however it was
+imported; and that of models of transformers (`pretrained.py`), which make masks of their own otherwise.
 
 torch's function is replaced where it lies, since torch's own functions call it there, and looked for by a mode, since a
 module may have imported it by name. Both hold on the threads on which a backward computes blocks anew.

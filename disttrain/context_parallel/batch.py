@@ -76,7 +76,7 @@ class CutBatch:
         return torch.where(num_targets == 0, mean.detach() * torch.nan + 0 * mean, mean)
 
     def unshard(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """The whole of a tensor that is cut along `dim` as the batch is, on all ranks, without a gradient. Collective."""
+        """Gathers a tensor that is cut along `dim` as the batch is, without a gradient, on all ranks. Collective."""
         with torch.no_grad():
             return gathered("CutBatch.unshard", self.axis, self.parts, [tensor], [dim])[0]
 

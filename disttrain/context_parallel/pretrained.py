@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -21,13 +22,9 @@ from disttrain.kernels import Causal, SlidingWindow, SoftCap, attention
 from disttrain.kernels.attention.rules import Mask, Rule, Rules
 
 NAME: Final = "attention of a model of transformers"
-_MASKS, _ATTENTIONS = (
-    ("transformers.masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS"),
-    (
-        "transformers.modeling_utils",
-        "ALL_ATTENTION_FUNCTIONS",
-    ),
-)
+_MASKS: Final = ("transformers.masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS")
+_ATTENTIONS: Final = ("transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS")
+_WITHOUT: Final = "Train this model without context parallel."
 _UNKNOWN: Final = ("s_aux", "position_bias")
 """Of attention's options those that change scores in ways for which there is no rule."""
 
@@ -35,54 +32,54 @@ _UNKNOWN: Final = ("s_aux", "position_bias")
 @contextmanager
 def attention_of_transformers(within: Mask | None) -> Iterator[None]:
     """Has models of transformers, if it is loaded, call `kernels.attention`, whichever implementation they ask for."""
-
-    def attend(
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        is_causal: bool | None = None,
-        **options: Any,
-    ) -> tuple[torch.Tensor, None]:
-        if attention_mask is not None:
-            refuse_mask(NAME, tuple(attention_mask.shape))
-        if dropout:
-            refuse_dropout(NAME, dropout)
-        for name in _UNKNOWN:
-            if options.get(name) is not None:
-                refuse(
-                    NAME, f"it has {name}, for which there is no rule.", "Train this model without context parallel."
-                )
-        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        rules: list[Rule] = [Causal()] if is_causal else []
-        if options.get("sliding_window") is not None:
-            rules.append(SlidingWindow(options["sliding_window"]))
-        if options.get("softcap") is not None:
-            rules.append(SoftCap(options["softcap"]))
-        if within is not None:
-            rules.append(within)
-        rule = Rules(tuple(rules)) if rules else None
-        return attention(query, key, value, rule, scale=scaling).transpose(1, 2).contiguous(), None
-
-    def no_mask(*_: object, **options: Any) -> None:
-        if options.get("attention_mask") is not None:
-            problem = f"attention_mask of shape {tuple(options['attention_mask'].shape)} is given."
-            remedy = "Leave it out; ignore the labels of what is padded, behind, or pack documents (cut_batch)."
-            refuse(NAME, problem, remedy)
-        window, config = options.get("local_size"), options.get("config")
-        if window is not None and window != getattr(config, "sliding_window", None):
-            problem = f"a layer sees chunks of {window} positions, for which there is no rule."
-            refuse(NAME, problem, "Train this model without context parallel.")
-
     with ExitStack() as stack:
-        for (module, name), function, others in ((_MASKS, no_mask, ()), (_ATTENTIONS, attend, ("eager",))):
+        for (module, name), function in ((_MASKS, _no_mask), (_ATTENTIONS, partial(_attend, within))):
             registry = getattr(sys.modules.get(module), name, None)
             if registry is not None:
-                stack.enter_context(_with(registry, {key: function for key in (*registry, *others)}))
+                stack.enter_context(_with(registry, dict.fromkeys((*registry, "eager"), function)))
         yield
+
+
+def _attend(
+    within: Mask | None,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    if attention_mask is not None:
+        refuse_mask(NAME, tuple(attention_mask.shape))
+    if dropout:
+        refuse_dropout(NAME, dropout)
+    for name in _UNKNOWN:
+        if options.get(name) is not None:
+            refuse(NAME, f"it has {name}, for which there is no rule.", _WITHOUT)
+    rules: list[Rule] = []
+    if getattr(module, "is_causal", True) if is_causal is None else is_causal:
+        rules.append(Causal())
+    if options.get("sliding_window") is not None:
+        rules.append(SlidingWindow(options["sliding_window"]))
+    if options.get("softcap") is not None:
+        rules.append(SoftCap(options["softcap"]))
+    if within is not None:
+        rules.append(within)
+    attended = attention(query, key, value, Rules(tuple(rules)) if rules else None, scale=scaling)
+    return attended.transpose(1, 2).contiguous(), None
+
+
+def _no_mask(*_: object, **options: Any) -> None:
+    if options.get("attention_mask") is not None:
+        problem = f"attention_mask of shape {tuple(options['attention_mask'].shape)} is given."
+        remedy = "Leave it out: pad behind, and ignore the labels there; or pack documents (cut_batch)."
+        refuse(NAME, problem, remedy)
+    window, config = options.get("local_size"), options.get("config")
+    if window is not None and window != getattr(config, "sliding_window", None):
+        refuse(NAME, f"a layer sees chunks of {window} positions, for which there is no rule.", _WITHOUT)
 
 
 @contextmanager

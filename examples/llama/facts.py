@@ -59,6 +59,7 @@ def describe_mesh(flags: Namespace) -> str:
         f"replicate={mesh.replicate}: copies": mesh.replicate,
         f"ep={mesh.ep}: each has its experts": mesh.ep,
         f"dp={mesh.dp}: each keeps 1/{mesh.dp} of the parameters": mesh.dp,
+        f"cp={mesh.cp}: sequences are cut": mesh.cp,
         f"tp={mesh.tp}: layers are cut": mesh.tp,
     }
     return "; ".join(text for text, size in words.items() if size > 1) or "none"

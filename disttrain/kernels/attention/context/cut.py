@@ -1,6 +1,6 @@
 """Chooses the cut of a sequence whose ranks have equal work under a rule, and of those the one that sends least. Pure.
 
-Work is counted in pairs of a query and a key, by blocks, as attention skips them; what is sent are the keys (and values)
+Work is counted in pairs of a query and a key, by blocks, as attention skips them. What is sent are the keys and values
 that a rank needs of others. Both follow from a rule's blocks alone, all of them at once, so that a sequence of many
 documents, cut into many runs, is planned as fast as any other.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 
@@ -99,7 +100,7 @@ def _document_lengths(rule: Rule | None, length: int) -> list[int]:
             changes = mask.ids[..., 1:] != mask.ids[..., :-1]
             begins |= changes if changes.dim() == 1 else changes.any(0)
     bounds = [0, *(begins.nonzero().flatten() + 1).tolist(), length]
-    return [stop - start for start, stop in zip(bounds, bounds[1:], strict=False) if stop > start]
+    return [stop - start for start, stop in pairwise(bounds) if stop > start]
 
 
 def _costs(parts: Parts, rule: Rule | None) -> tuple[tuple[float, ...], tuple[int, ...]]:
