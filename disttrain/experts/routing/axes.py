@@ -1,30 +1,11 @@
-"""The mesh axes over which ranks route together."""
+"""Sums over the mesh axis along which ranks route together."""
 
 from __future__ import annotations
 
 import torch
 
-from disttrain.errors import MeshError
-from disttrain.mesh import DeviceMesh, checked_mesh
+from disttrain.mesh import DeviceMesh
 from disttrain.process_group.functional import all_reduce, wait_tensor
-
-
-def checked_axis(operation: str, axis: DeviceMesh | None) -> DeviceMesh | None:
-    """A mesh of one axis, as it is given; None where it has one rank, or there is none.
-
-    Raises: MeshError for a mesh of more axes, or something else.
-    """
-    if axis is None:
-        return None
-    mesh = checked_mesh(operation, axis)
-    if mesh.ndim != 1:
-        raise MeshError(
-            operation,
-            f"the mesh has {mesh.ndim} axes, {mesh.mesh_dim_names or mesh.shape}.",
-            "Give one, such as mesh['dp'], or several flattened: mesh['dp', 'ep']._flatten().",
-            rank=mesh.get_rank(),
-        )
-    return mesh if mesh.size() > 1 else None
 
 
 @torch.no_grad()

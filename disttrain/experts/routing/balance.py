@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from disttrain.errors import RoutingError, ShapeError
-from disttrain.experts.routing.axes import checked_axis, summed
+from disttrain.experts.routing.axes import summed
+from disttrain.mesh import checked_axis
 from disttrain.experts.routing.choice import Routing, best, probabilities
 from disttrain.experts.routing.rule import RouterRule
 from disttrain.kernels.operators import define, differentiate

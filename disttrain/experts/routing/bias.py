@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from disttrain.experts.routing.axes import checked_axis, summed
+from disttrain.experts.routing.axes import summed
+from disttrain.mesh import checked_axis
 from disttrain.experts.routing.watch import RouterWatch
 from disttrain.mesh import DeviceMesh
 

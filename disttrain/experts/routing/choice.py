@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from disttrain.errors import DisttrainError, RoutingError, ShapeError
-from disttrain.experts.routing.axes import checked_axis
+from disttrain.mesh import checked_axis
 from disttrain.experts.routing.rule import RouterRule
 from disttrain.mesh import DeviceMesh
 from disttrain.process_group import ReduceOp, all_reduce

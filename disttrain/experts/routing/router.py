@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from disttrain.errors import ShapeError
-from disttrain.experts.routing.axes import checked_axis
+from disttrain.mesh import checked_axis
 from disttrain.experts.routing.balance import Balance
 from disttrain.experts.routing.choice import Routing, choose, tell
 from disttrain.experts.routing.counters import KeepsDtypes

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from disttrain.errors import RoutingError
-from disttrain.experts.routing.axes import checked_axis, summed
+from disttrain.experts.routing.axes import summed
+from disttrain.mesh import checked_axis
 from disttrain.experts.routing.counters import MEANS, RouterCounters
 from disttrain.mesh import DeviceMesh
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from disttrain.experts.routing.axes import checked_axis
+from disttrain.mesh import checked_axis
 from disttrain.experts.routing.balance import Balance, balance_of, token_sums, with_loss, z_of
 from disttrain.experts.routing.choice import Routing, probabilities
 from disttrain.experts.routing.counters import RouterCounters

@@ -115,11 +115,11 @@ def _aligned(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Pads heads with zeros to a multiple of 8 elements, each tensor in one piece that begins at 16 bytes."""
-    return _aligned_tensor(query), _aligned_tensor(key), _aligned_tensor(value)
+    return aligned(query), aligned(key), aligned(value)
 
 
 @as_one_call
-def _aligned_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """One call in a graph, as Dynamo does not tell where in memory a tensor begins."""
     rest = tensor.shape[-1] % _ALIGNMENT
     if rest:

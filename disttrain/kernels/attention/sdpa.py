@@ -21,12 +21,22 @@ def attended(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Attention in place of torch's: with a mask in memory, with dropout, and for anything but plain tensors on a GPU,
-    torch's own."""
+    torch's own. Where positions are cut over ranks (`context/current.py`), always ours."""
+    if ENTERED and current_cut() is not None:
+        _check_is_rule(attn_mask, dropout_p)
+        return attention(query, key, value, Causal() if is_causal else attn_mask, scale=scale)
     if attn_mask is None and dropout_p == 0.0 and _fits(query, key, value, enable_gqa):
         return attention(query, key, value, Causal() if is_causal else None, scale=scale)
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
+
+
+def _check_is_rule(attn_mask: object, dropout_p: float) -> None:
+    """Raise ShapeError for what no rule says; a mask in memory is refused by attention, on all ranks."""
+    if dropout_p != 0.0:
+        problem = f"dropout_p is {dropout_p}, and positions are cut over ranks."
+        raise ShapeError("attention", problem, "Train without dropout of weights of attention.")
 
 
 def _fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, has_groups: bool) -> bool:

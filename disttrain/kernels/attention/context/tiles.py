@@ -42,7 +42,7 @@ class Tiles:
 
     def needed(self, rank: int, source: int) -> tuple[range, ...]:
         """The keys of `source` that some query of `rank` sees: in growing order, apart from each other."""
-        return _united([tile.keys for tile in self.of(rank, source)])
+        return united([tile.keys for tile in self.of(rank, source)])
 
     def num_needed(self, rank: int, source: int) -> int:
         return sum(map(len, self.needed(rank, source)))
@@ -100,11 +100,11 @@ def _tiles(tiles: Tiles, rank: int, source: int) -> tuple[Tile, ...]:
         tile
         for queries in parts.ranges[rank]
         for keys in parts.ranges[source]
-        for tile in _of_ranges(tiles.rule, queries, keys)
+        for tile in tiles_of_ranges(tiles.rule, queries, keys)
     )
 
 
-def _of_ranges(rule: Rule | None, queries: range, keys: range) -> Iterator[Tile]:
+def tiles_of_ranges(rule: Rule | None, queries: range, keys: range) -> Iterator[Tile]:
     """For each run of blocks of keys that some of the queries see: these, and the queries from the first to the last
     that see one."""
     if rule is None:
@@ -131,6 +131,12 @@ def _seen_blocks(rule: Rule | None, queries: range, keys: range) -> tuple[torch.
         # Sequences of a batch that see different keys are computed together.
         some, every = some.flatten(0, -3).any(0), every.flatten(0, -3).all(0)
     return some, every
+
+
+def seen_by_all(mask: Mask, queries: range, keys: range) -> bool:
+    """True if the mask hides none of the keys from any of the queries, as far as whole blocks tell."""
+    _, every = _seen_blocks(mask, queries, keys)
+    return bool(every.all())
 
 
 def _seen_area(rule: Rule | None, queries: range, keys: range) -> float:
@@ -169,11 +175,12 @@ def _runs(marks: Sequence[bool]) -> Iterator[range]:
             start = None
 
 
-def _united(ranges: Sequence[range]) -> tuple[range, ...]:
-    united: list[range] = []
+def united(ranges: Sequence[range]) -> tuple[range, ...]:
+    """The same positions, in growing order; runs that meet or overlap are one."""
+    runs: list[range] = []
     for run in sorted(ranges, key=lambda each: (each.start, each.stop)):
-        if united and run.start <= united[-1].stop:
-            united[-1] = range(united[-1].start, max(united[-1].stop, run.stop))
+        if runs and run.start <= runs[-1].stop:
+            runs[-1] = range(runs[-1].start, max(runs[-1].stop, run.stop))
         else:
-            united.append(run)
-    return tuple(united)
+            runs.append(run)
+    return tuple(runs)

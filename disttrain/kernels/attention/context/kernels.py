@@ -1,0 +1,108 @@
+"""Computes what a rank's queries see of some keys, piece by piece, each by the fastest kernel that takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Final
+
+import torch
+
+from disttrain.kernels.attention.context import bands, dense
+from disttrain.kernels.attention.context.dense import Places
+from disttrain.kernels.attention.context.join import Joined
+from disttrain.kernels.attention.context.parts import positions_of
+from disttrain.kernels.attention.context.pieces import Piece
+from disttrain.kernels.attention.rules import Rule, changes_of
+from disttrain.kernels.choice import wide_dtype
+
+
+class Task:
+    """The queries of a rank, some keys at hand, by their positions, and the rule between them.
+
+    Args: rule  with its tensors on the device of the queries.
+    """
+
+    def __init__(
+        self,
+        rule: Rule | None,
+        queries: tuple[range, ...],
+        keys: tuple[range, ...],
+        pieces: tuple[Piece, ...],
+        scale: float,
+        device: torch.device,
+        by: str | None,
+    ) -> None:
+        self.pieces = pieces
+        self._rule = rule
+        self._ranges = queries, keys
+        self._scale = scale
+        self._device = device
+        self._is_dense = by is not None or bool(changes_of(rule))
+
+    @cached_property
+    def _positions(self) -> tuple[torch.Tensor, torch.Tensor]:
+        queries, keys = (positions_of(ranges, self._device) for ranges in self._ranges)
+        return queries, keys
+
+    def forward(self, joined: Joined, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Adds what the queries see of these keys to what they have seen."""
+        for piece in self.pieces:
+            inputs = _part(query, piece.queries), _part(key, piece.keys), _part(value, piece.keys)
+            kernel = self._kernel_of(piece, *inputs)
+            if kernel and piece.band is not None:
+                result = bands.forward(kernel, piece.band, *inputs, self._scale)
+            else:
+                result = dense.forward(*inputs, self._places(piece))
+            joined.add(piece.queries, *result)
+
+    def backward(
+        self,
+        dquery: torch.Tensor,
+        dout: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds to the queries' gradient, in a wide dtype, and computes the terms of key's and value's, likewise."""
+        wide = wide_dtype(query.dtype)
+        dkey, dvalue = (torch.zeros(tensor.shape, dtype=wide, device=tensor.device) for tensor in (key, value))
+        for piece in self.pieces:
+            own_query, own_key, own_value = inputs = (
+                _part(query, piece.queries),
+                _part(key, piece.keys),
+                _part(value, piece.keys),
+            )
+            results = _part(out, piece.queries), _part(lse, piece.queries)
+            own_dout = _part(dout, piece.queries)
+            kernel = self._kernel_of(piece, own_query, own_key, own_value)
+            if kernel and piece.band is not None:
+                grads = bands.backward(kernel, piece.band, own_dout, *inputs, *results, self._scale)
+            else:
+                grads = dense.backward(own_dout, *inputs, *results, self._places(piece))
+            for total, run, grad in zip(
+                (dquery, dkey, dvalue), (piece.queries, piece.keys, piece.keys), grads, strict=True
+            ):
+                _part(total, run).add_(grad)
+        return dkey, dvalue
+
+    def _kernel_of(self, piece: Piece, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
+        if piece.band is None or self._is_dense:
+            return ""
+        return bands.kernel_for(piece.band, query, key, value)
+
+    def _places(self, piece: Piece) -> Places:
+        queries, keys = self._positions
+        # The rule is asked at each place, even where all is seen: its changes of scores are everywhere.
+        return Places(
+            self._rule,
+            queries[piece.queries.start : piece.queries.stop],
+            keys[piece.keys.start : piece.keys.stop],
+            self._scale,
+        )
+
+
+def _part(tensor: torch.Tensor, run: range) -> torch.Tensor:
+    return tensor[:, :, run.start : run.stop]
