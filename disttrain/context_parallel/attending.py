@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from inspect import signature
 from typing import Any, Final
 
@@ -25,6 +26,7 @@ from disttrain.kernels.attention.context.current import using
 from disttrain.kernels.attention.context.parts import Parts
 from disttrain.kernels.attention.rules import Mask, Rule, Rules
 from disttrain.mesh import DeviceMesh
+from disttrain.process_group._torch import run_outside
 
 NAME: Final = "scaled_dot_product_attention"
 _TORCHS: Final = F.scaled_dot_product_attention
@@ -57,6 +59,8 @@ class _Mode(TorchFunctionMode):
             return attended_across(*args, within=self._within, **kwargs or {})
         if func is F.multi_head_attention_forward:
             _check_heads(*args, **kwargs or {})
+            # To Dynamo it is one call, which it would make with tensors that have no values.
+            return run_outside(partial(func, *args, **kwargs or {}))
         return func(*args, **kwargs or {})
 
 

@@ -15,6 +15,9 @@ from torch.utils._pytree import tree_map_only
 without_torch_function: Any = torch._C._disabled_torch_function_impl
 """As the `__torch_function__` of a class of tensors: what is done with them is dispatched as with any."""
 
+without_modes: Any = torch._C.DisableTorchFunction
+"""Within it neither a class's `__torch_function__` nor a mode's is asked."""
+
 make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 """A tensor of the given class, without memory of its own."""
 

@@ -57,9 +57,9 @@ class CutPlan:
 def plan_cut(rule: Rule | None, length: int, num_ranks: int) -> CutPlan:
     """The cut of `length` positions over the ranks of an axis for attention by `rule`.
 
-    The first of contiguous, mirrored and by_document, of which each sends more than the one before, whose most loaded
-    rank has within 2 % of the mean or, where none has, of the least work of the three. A batch is cut alike in all its
-    sequences. Kept by the rule's identity, as what is derived from its tensors is.
+    Of contiguous, mirrored and by_document those whose most loaded rank has within 2 % of the least work; of these the
+    one whose busiest rank receives least, the simplest of equals. A batch is cut alike in all its sequences. Kept by the
+    rule's identity, as what is derived from its tensors is.
     Raises: ShapeError for documents of another length.
     """
     if length < 0 or num_ranks < 1:
@@ -68,28 +68,19 @@ def plan_cut(rule: Rule | None, length: int, num_ranks: int) -> CutPlan:
         if isinstance(mask, Documents) and mask.ids.shape[-1] != length:
             problem = f"Documents has ids of shape {tuple(mask.ids.shape)}, the sequence {length} positions."
             raise ShapeError("plan_cut", problem, "Give the ids of the whole sequence.")
-    best: CutPlan | None = None
-    for cut in plan_cuts(rule, length, num_ranks):
-        if best is None or max(cut.work) * (1 + _SLACK) < max(best.work):
-            best = cut
-        if best.imbalance <= _SLACK:
-            break
-    assert best is not None, "there is a simple one"
-    return best
+    cuts = plan_cuts(rule, length, num_ranks)
+    least = min(max(cut.work) for cut in cuts)
+    return min((cut for cut in cuts if max(cut.work) <= (1 + _SLACK) * least), key=lambda cut: max(cut.num_received))
 
 
-def plan_cuts(rule: Rule | None, length: int, num_ranks: int) -> Iterator[CutPlan]:
-    """Those that `plan_cut` compares. Each sends more than the one before."""
+def plan_cuts(rule: Rule | None, length: int, num_ranks: int) -> tuple[CutPlan, ...]:
+    """All that `plan_cut` compares; simple ones first."""
     host_rule = on_host(rule)
-    yield _cut("contiguous", contiguous(length, num_ranks), host_rule)
-    yield _cut("mirrored", mirrored(length, num_ranks), host_rule)
+    cuts = {"contiguous": contiguous(length, num_ranks), "mirrored": mirrored(length, num_ranks)}
     lengths = _document_lengths(host_rule, length)
     if len(lengths) > 1:
-        yield _cut("by_document", by_document(lengths, num_ranks), host_rule)
-
-
-def _cut(name: str, parts: Parts, rule: Rule | None) -> CutPlan:
-    return CutPlan(name, parts, *_costs(parts, rule))
+        cuts["by_document"] = by_document(lengths, num_ranks)
+    return tuple(CutPlan(name, parts, *_costs(parts, host_rule)) for name, parts in cuts.items())
 
 
 def _document_lengths(rule: Rule | None, length: int) -> list[int]:

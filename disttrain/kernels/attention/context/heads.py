@@ -34,12 +34,8 @@ def run_heads(
     each = query.shape[1] // num_ranks
     heads = [slice(rank * each, (rank + 1) * each) for rank in range(num_ranks)]
     kv_heads = [kv_heads_of(rank, key.shape[1], num_ranks) for rank in range(num_ranks)]
-    outgoing = [
-        [query[:, heads[rank]], key[:, kv_heads[rank]], value[:, kv_heads[rank]]] for rank in range(num_ranks)
-    ]
-    shapes = [
-        [(*tensor.shape[:2], size, tensor.shape[3]) for tensor in outgoing[own_rank]] for size in parts.sizes
-    ]
+    outgoing = [[query[:, heads[rank]], key[:, kv_heads[rank]], value[:, kv_heads[rank]]] for rank in range(num_ranks)]
+    shapes = [[(*tensor.shape[:2], size, tensor.shape[3]) for tensor in outgoing[own_rank]] for size in parts.sizes]
     coming = _exchanged(outgoing, shapes, mesh)
     order = parts.order_of_joined(query.device)
     whole = [torch.cat([tensors[number] for tensors in coming], 2).index_select(2, order) for number in range(3)]

@@ -136,7 +136,9 @@ def _check(
     if way is not None and way not in WAYS:
         raise ShapeError(NAME, f"there is no way {way!r}.", f"Known are {', '.join(WAYS)}; None chooses.")
     if way == HEADS and not heads_divide(query.shape[1], key.shape[1], num_ranks):
-        problem = f"{query.shape[1]} heads of queries and {key.shape[1]} of keys cannot be divided by {num_ranks} ranks."
+        problem = (
+            f"{query.shape[1]} heads of queries and {key.shape[1]} of keys cannot be divided by {num_ranks} ranks."
+        )
         raise ShapeError(NAME, problem, "Take way='ring' or 'gather', or None to have it chosen.")
     if by is not None and way != HEADS and by != DENSE:
         problem = f"{by!r} computes whole sequences, and positions are cut."
@@ -154,8 +156,11 @@ def check_cut(parts: Parts) -> None:
             raise ShapeError(NAME, f"the parts leave out positions {end} to {start - 1}.", "Give each to one rank.")
         if start < end:
             last = min(end, parts.length if end <= parts.length else end)
-            raise ShapeError(NAME, f"the parts give position {start} to several ranks, or end behind {last}.",
-                             "Give each position of the sequence to one rank.")
+            raise ShapeError(
+                NAME,
+                f"the parts give position {start} to several ranks, or end behind {last}.",
+                "Give each position of the sequence to one rank.",
+            )
     for ranges in parts.ranges:
         if list(ranges) != sorted(ranges, key=lambda run: run.start):
             raise ShapeError(NAME, f"the parts give a rank {ranges}.", "Give each its positions in growing order.")

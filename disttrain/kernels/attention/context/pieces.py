@@ -96,4 +96,3 @@ def _hiding(rule: Rule | None, tile: Tile) -> list[Mask]:
 
 def _least(bound: int | None, other: int) -> int:
     return other if bound is None else min(bound, other)
-

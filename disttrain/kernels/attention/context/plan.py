@@ -193,8 +193,7 @@ class ContextPlan:
         """The number of pairs of a query and a key in each step of a ring; those of pieces seen in part count half."""
         return tuple(
             sum(
-                len(piece.queries) * len(piece.keys) * (1.0 if piece.band == (-1, -1) else 0.5)
-                for piece in step.pieces
+                len(piece.queries) * len(piece.keys) * (1.0 if piece.band == (-1, -1) else 0.5) for piece in step.pieces
             )
             for step in self.steps(rank, RING)
         )
