@@ -110,9 +110,7 @@ def _scores(products: torch.Tensor, places: Places, rows: slice) -> torch.Tensor
     """Scores of a block, -inf where the key is not seen."""
     device = products.device
     batch, head = (torch.arange(size, device=device) for size in products.shape[:2])
-    indices = ScoreIndices(
-        batch.view(-1, 1, 1, 1), head.view(-1, 1, 1), places.queries[rows].view(-1, 1), places.keys
-    )
+    indices = ScoreIndices(batch.view(-1, 1, 1, 1), head.view(-1, 1, 1), places.queries[rows].view(-1, 1), places.keys)
     scores = changed(places.rule, products, indices)
     is_seen = seen(places.rule, indices)
     return scores if is_seen is None else scores.masked_fill(~is_seen, -torch.inf)

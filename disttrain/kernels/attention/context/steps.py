@@ -1,7 +1,7 @@
 """Lists what a rank sends, receives and computes, step by step. Pure.
 
-    ring    one step for each rank: in step t keys come from the rank t before, while those of step t - 1 are computed
-    gather  one step, in which all keys come
+ring    one step for each rank: in step t keys come from the rank t before, while those of step t - 1 are computed
+gather  one step, in which all keys come
 """
 
 from __future__ import annotations
