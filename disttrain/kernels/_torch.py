@@ -235,7 +235,8 @@ def flash_attention_backward(
     # Where nothing is dropped they are not read.
     no_seed = torch.zeros(2, dtype=torch.uint64, device=query.device)
     grads = attend(*by_place, lse, *lengths, 0.0, False, no_seed, no_seed[:0], **_sizes(window, scale))
-    return tuple(grad.transpose(1, 2) for grad in grads)  # type: ignore[return-value]
+    dquery, dkey, dvalue = (grad.transpose(1, 2) for grad in grads)
+    return dquery, dkey, dvalue
 
 
 def _sizes(window: tuple[int, int], scale: float) -> dict[str, Any]:

@@ -15,11 +15,10 @@ import torch
 
 from disttrain.errors import RoutingError, ShapeError
 from disttrain.experts.routing.axes import summed
-from disttrain.mesh import checked_axis
 from disttrain.experts.routing.choice import Routing, best, probabilities
 from disttrain.experts.routing.rule import RouterRule
 from disttrain.kernels.operators import define, differentiate
-from disttrain.mesh import DeviceMesh
+from disttrain.mesh import DeviceMesh, checked_axis
 
 SCOPES = ("rank", "sequence", "batch")
 

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from disttrain.experts.routing.axes import summed
-from disttrain.mesh import checked_axis
 from disttrain.experts.routing.watch import RouterWatch
-from disttrain.mesh import DeviceMesh
+from disttrain.mesh import DeviceMesh, checked_axis
 
 
 @torch.no_grad()

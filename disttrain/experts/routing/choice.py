@@ -7,9 +7,8 @@ from typing import NamedTuple
 import torch
 
 from disttrain.errors import DisttrainError, RoutingError, ShapeError
-from disttrain.mesh import checked_axis
 from disttrain.experts.routing.rule import RouterRule
-from disttrain.mesh import DeviceMesh
+from disttrain.mesh import DeviceMesh, checked_axis
 from disttrain.process_group import ReduceOp, all_reduce
 from disttrain.process_group._c10d import is_in_backward, is_traced
 from disttrain.process_group.functional.functions import group_of

@@ -8,14 +8,13 @@ import torch
 from torch import nn
 
 from disttrain.errors import ShapeError
-from disttrain.mesh import checked_axis
 from disttrain.experts.routing.balance import Balance
 from disttrain.experts.routing.choice import Routing, choose, tell
 from disttrain.experts.routing.counters import KeepsDtypes
 from disttrain.experts.routing.logits import logits_of
 from disttrain.experts.routing.rule import RouterRule
 from disttrain.experts.routing.watch import RouterWatch
-from disttrain.mesh import DeviceMesh
+from disttrain.mesh import DeviceMesh, checked_axis
 
 
 class Router(KeepsDtypes):

@@ -11,9 +11,8 @@ from torch import nn
 
 from disttrain.errors import RoutingError
 from disttrain.experts.routing.axes import summed
-from disttrain.mesh import checked_axis
 from disttrain.experts.routing.counters import MEANS, RouterCounters
-from disttrain.mesh import DeviceMesh
+from disttrain.mesh import DeviceMesh, checked_axis
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from disttrain.mesh import checked_axis
 from disttrain.experts.routing.balance import Balance, balance_of, token_sums, with_loss, z_of
 from disttrain.experts.routing.choice import Routing, probabilities
 from disttrain.experts.routing.counters import RouterCounters
 from disttrain.experts.routing.rule import RouterRule
-from disttrain.mesh import DeviceMesh
+from disttrain.mesh import DeviceMesh, checked_axis
 
 
 class RouterWatch(RouterCounters):

@@ -13,7 +13,7 @@ from disttrain.autocast import is_within_autocast
 from disttrain.dtensor import DTensor
 from disttrain.errors import ShapeError
 from disttrain.kernels.attention.choice import chosen, machine_of
-from disttrain.kernels.attention.context.current import ENTERED, current_cut
+from disttrain.kernels.attention.context.current import ENTERED
 from disttrain.kernels.attention.plan import DENSE, NAMES, SDPA, Call, serving
 from disttrain.kernels.attention.rules import (
     Alibi,
@@ -75,11 +75,7 @@ def attention(
         from disttrain.kernels.attention.dtensors import attention_of_dtensors
 
         return attention_of_dtensors(query, key, value, mask, scale, by)
-    if axis is None and ENTERED:
-        cut = current_cut()
-        if cut is not None:
-            axis, parts, way = cut.axis, cut.parts if parts is None else parts, way or cut.way
-    if axis is not None:
+    if axis is not None or parts is not None or ENTERED:
         # What is needed for positions that are cut needs this file.
         from disttrain.kernels.attention.context.operator import attention_across
 

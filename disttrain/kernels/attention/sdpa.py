@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
 from disttrain.dtensor import DTensor
+from disttrain.errors import ShapeError
+from disttrain.kernels.attention.context.current import ENTERED, Cut, current_cut
 from disttrain.kernels.attention.operator import attention
 from disttrain.kernels.attention.rules import Causal
+from disttrain.process_group.watching.refusals import ANY
 
 
 def attended(
@@ -22,9 +27,8 @@ def attended(
 ) -> torch.Tensor:
     """Attention in place of torch's: with a mask in memory, with dropout, and for anything but plain tensors on a GPU,
     torch's own. Where positions are cut over ranks (`context/current.py`), always ours."""
-    if ENTERED and current_cut() is not None:
-        _check_is_rule(attn_mask, dropout_p)
-        return attention(query, key, value, Causal() if is_causal else attn_mask, scale=scale)
+    if ENTERED and (cut := current_cut()) is not None:
+        return _of_cut(cut, query, key, value, attn_mask, dropout_p, is_causal, scale)
     if attn_mask is None and dropout_p == 0.0 and _fits(query, key, value, enable_gqa):
         return attention(query, key, value, Causal() if is_causal else None, scale=scale)
     return F.scaled_dot_product_attention(
@@ -32,11 +36,24 @@ def attended(
     )
 
 
-def _check_is_rule(attn_mask: object, dropout_p: float) -> None:
-    """Raise ShapeError for what no rule says; a mask in memory is refused by attention, on all ranks."""
+def _of_cut(
+    cut: Cut,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    """Attention of this rank's positions. A mask in memory is refused there, by all ranks alike."""
     if dropout_p != 0.0:
-        problem = f"dropout_p is {dropout_p}, and positions are cut over ranks."
-        raise ShapeError("attention", problem, "Train without dropout of weights of attention.")
+        problem = f"dropout_p is {dropout_p}, and positions are cut over ranks, where no weights are dropped."
+        error = ShapeError("attention", problem, "Train without dropout in attention.")
+        cut.axis.get_group().refuse("attention", error, ANY)
+        raise error
+    mask: Any = Causal() if attn_mask is None and is_causal else attn_mask
+    return attention(query, key, value, mask, scale=scale)
 
 
 def _fits(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, has_groups: bool) -> bool:

@@ -50,7 +50,7 @@ def agree(group: ProcessGroup, device: torch.device, fields: Fields, error: Dist
     answers: list[tuple[dict[str, str], list[str]]] = [({}, [])] * group.group_size
     reason = [] if error is None else [type(error).__name__, error.problem, error.remedy]
     all_gather_object(answers, (dict(fields), reason), group)
-    raise error or _answer(group, [tuple(answer) for answer in answers])
+    raise error or _answer(group, answers)
 
 
 def _number_of(fields: Fields) -> int:

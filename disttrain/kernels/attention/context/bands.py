@@ -101,11 +101,11 @@ def backward(
         dquery, dkey, dvalue = cpu_attention_backward(dout, query, key, value, out, lse, band == CAUSAL, scale)
         return dquery, _of_groups(dkey, num_kv_heads), _of_groups(dvalue, num_kv_heads)
     sizes = (query.shape[3], key.shape[3], value.shape[3])
-    inputs = [aligned(tensor) for tensor in (dout, query, key, value, out)]
+    dout, query, key, value, out = (aligned(tensor) for tensor in (dout, query, key, value, out))
     if kernel == CUDNN:
-        grads = cudnn_attention_backward(*inputs, lse, band == CAUSAL, scale)
+        grads = cudnn_attention_backward(dout, query, key, value, out, lse, band == CAUSAL, scale)
     else:
-        grads = flash_attention_backward(*inputs, lse.contiguous(), band, scale)
+        grads = flash_attention_backward(dout, query, key, value, out, lse.contiguous(), band, scale)
     dquery, dkey, dvalue = (grad[..., :size] for grad, size in zip(grads, sizes, strict=True))
     return dquery, dkey, dvalue
 
@@ -119,4 +119,6 @@ def _of_groups(grad: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     """The sum of the gradients of each group of heads."""
     if grad.shape[1] == num_kv_heads:
         return grad
-    return grad.unflatten(1, (num_kv_heads, -1)).sum(2, dtype=torch.promote_types(grad.dtype, torch.float32))
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    result: torch.Tensor = grad.unflatten(1, (num_kv_heads, -1)).sum(2, dtype=wide)
+    return result

@@ -32,15 +32,20 @@ def run_heads(
     """Attention of this rank's positions by an all-to-all there, and one back. Collective, and again in backward."""
     num_ranks, own_rank = parts.num_ranks, mesh.get_local_rank()
     each = query.shape[1] // num_ranks
-    heads = [slice(rank * each, (rank + 1) * each) for rank in range(num_ranks)]
+    heads = [range(rank * each, (rank + 1) * each) for rank in range(num_ranks)]
     kv_heads = [kv_heads_of(rank, key.shape[1], num_ranks) for rank in range(num_ranks)]
-    outgoing = [[query[:, heads[rank]], key[:, kv_heads[rank]], value[:, kv_heads[rank]]] for rank in range(num_ranks)]
+    outgoing = [
+        [_of_heads(query, own), _of_heads(key, serving), _of_heads(value, serving)]
+        for own, serving in zip(heads, kv_heads, strict=True)
+    ]
     shapes = [[(*tensor.shape[:2], size, tensor.shape[3]) for tensor in outgoing[own_rank]] for size in parts.sizes]
     coming = _exchanged(outgoing, shapes, mesh)
     order = parts.order_of_joined(query.device)
-    whole = [torch.cat([tensors[number] for tensors in coming], 2).index_select(2, order) for number in range(3)]
-    rule = None if mask is None else mask.local(slice(0, query.shape[0]), heads[own_rank])
-    result = attention_of_whole(*whole, rule, scale, by)
+    whole_query, whole_key, whole_value = (
+        torch.cat([tensors[number] for tensors in coming], 2).index_select(2, order) for number in range(3)
+    )
+    rule = None if mask is None else mask.local(slice(0, query.shape[0]), slice(own_rank * each, (own_rank + 1) * each))
+    result = attention_of_whole(whole_query, whole_key, whole_value, rule, scale, by)
     back = [[parts.take(result, rank, 2)] for rank in range(num_ranks)]
     shape = (query.shape[0], each, query.shape[2], value.shape[3])
     returned = _exchanged(back, [[shape]] * num_ranks, mesh)
@@ -57,6 +62,10 @@ def _exchanged(
     received = wait_tensor(all_to_all_single(flat, [sum(each) for each in sizes], sent, mesh))
     pieces = iter(received.split([size for each in sizes for size in each]))
     return [[next(pieces).view(shape) for shape in each] for each in shapes]
+
+
+def _of_heads(tensor: torch.Tensor, heads: range) -> torch.Tensor:
+    return tensor.narrow(1, heads.start, len(heads))
 
 
 def _numel(shape: tuple[int, ...]) -> int:

@@ -8,10 +8,10 @@ def heads_divide(num_heads: int, num_kv_heads: int, num_ranks: int) -> bool:
     return num_heads % num_ranks == 0 and (num_kv_heads % num_ranks == 0 or num_ranks % max(1, num_kv_heads) == 0)
 
 
-def kv_heads_of(rank: int, num_kv_heads: int, num_ranks: int) -> slice:
+def kv_heads_of(rank: int, num_kv_heads: int, num_ranks: int) -> range:
     """The heads of keys that serve a rank's heads of queries."""
     if num_kv_heads >= num_ranks:
         each = num_kv_heads // num_ranks
-        return slice(rank * each, (rank + 1) * each)
+        return range(rank * each, (rank + 1) * each)
     first = rank * num_kv_heads // num_ranks
-    return slice(first, first + 1)
+    return range(first, first + 1)

@@ -11,6 +11,7 @@ import torch
 from disttrain.autocast import is_within_autocast
 from disttrain.errors import DisttrainError, ShapeError
 from disttrain.kernels.attention.context.agreement import NAME, agree
+from disttrain.kernels.attention.context.current import current_cut
 from disttrain.kernels.attention.context.heads import run_heads
 from disttrain.kernels.attention.context.heads_cut import heads_divide
 from disttrain.kernels.attention.context.parts import Parts, contiguous, mirrored
@@ -36,11 +37,20 @@ def attention_across(
     mask: Rule | None,
     scale: float | None,
     by: str | None,
-    axis: DeviceMesh,
+    axis: DeviceMesh | None,
     parts: Parts | None,
     way: str | None,
 ) -> torch.Tensor:
-    """Computes `attention` of this rank's positions; see there. Collective: every rank of the axis."""
+    """Computes `attention` of this rank's positions; see there. Collective: every rank of the axis.
+
+    What is not given is that of the block that the rank is in (`using`).
+    """
+    cut = current_cut()
+    if cut is not None and (axis is None or axis == cut.axis):
+        axis, parts, way = cut.axis, parts or cut.parts, way or cut.way
+    if axis is None and parts is not None:
+        problem = f"it is given parts for {parts.num_ranks} ranks, and no axis that has these."
+        raise ShapeError(NAME, problem, "Give axis=mesh['cp'] too.")
     mesh = checked_axis(NAME, axis)
     if mesh is None:
         return attention_of_whole(query, key, value, mask, scale, by)
@@ -70,9 +80,8 @@ def _across(
             parts = default_parts(mask, query, group.group_size)
         _check(query, key, value, mask, by, parts, own_rank, group.group_size, way)
         fields = _fields(query, key, value, mask, scale, by, parts, way)
-    except DisttrainError as problem:
-        problem.rank = group.world.rank
-        error = type(problem)(problem.operation, problem.problem, problem.remedy, rank=group.world.rank)
+    except DisttrainError as refused:
+        error = type(refused)(NAME, refused.problem, refused.remedy, rank=group.world.rank)
     agree(group, query.device, fields, error)
     assert parts is not None, "what all ranks agree about has parts"
     if not (query.shape[0] and query.shape[1] and value.shape[3]):
@@ -152,15 +161,9 @@ def check_cut(parts: Parts) -> None:
     ends = [0, *(run.stop for run in runs)]
     starts = [*(run.start for run in runs), parts.length]
     for start, end in zip(starts, ends, strict=True):
-        if start > end:
-            raise ShapeError(NAME, f"the parts leave out positions {end} to {start - 1}.", "Give each to one rank.")
-        if start < end:
-            last = min(end, parts.length if end <= parts.length else end)
-            raise ShapeError(
-                NAME,
-                f"the parts give position {start} to several ranks, or end behind {last}.",
-                "Give each position of the sequence to one rank.",
-            )
+        if start != end:
+            problem = f"leave out positions {end} to {start - 1}" if start > end else f"give position {start} twice"
+            raise ShapeError(NAME, f"the parts {problem}, of {parts.length}.", "Give each position to one rank.")
     for ranges in parts.ranges:
         if list(ranges) != sorted(ranges, key=lambda run: run.start):
             raise ShapeError(NAME, f"the parts give a rank {ranges}.", "Give each its positions in growing order.")

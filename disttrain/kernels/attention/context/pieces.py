@@ -58,7 +58,7 @@ def _shifted(run: range, shift: int) -> range:
 
 
 def _pieces_of_band(queries: range, keys: range, band: tuple[int, int] | None) -> Iterator[Piece]:
-    """One piece, or two: of a causal band of more keys than queries, more kernels know both parts than know it whole."""
+    """One piece; or two of a causal band of more keys than queries, of which more kernels know the parts."""
     if band == CAUSAL and len(keys) > len(queries):
         first = keys.stop - len(queries)
         yield Piece(queries, range(keys.start, first), ALL)

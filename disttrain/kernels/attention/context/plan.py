@@ -119,9 +119,9 @@ class ContextPlan:
     def __str__(self) -> str:
         shape, num_ranks = self.shape, self.parts.num_ranks
         heads = f"{shape.num_heads}/{shape.num_kv_heads} heads of {shape.head_dim}"
+        call = f"{name_of(self.rule)}: {shape.batch_size} x {heads}, {self.parts.length:,} positions"
         lines = [
-            f"{name_of(self.rule)}: {shape.batch_size} x {heads}, {self.parts.length:,} positions on {num_ranks} "
-            f"ranks, imbalance {100 * self.tiles.imbalance:.1f} %",
+            f"{call} on {num_ranks} ranks, imbalance {100 * self.tiles.imbalance:.1f} %",
             *str(self.parts).splitlines()[1:],
             "",
         ]
@@ -209,7 +209,7 @@ class ContextPlan:
         if way == HEADS:
             heads = shape.num_heads // self.parts.num_ranks
             kv = kv_heads_of(rank, shape.num_kv_heads, self.parts.num_ranks)
-            widths = (heads + kv.stop - kv.start) * (shape.head_dim + shape.value_dim)
+            widths = (heads + len(kv)) * (shape.head_dim + shape.value_dim)
             return shape.batch_size * self.parts.length * widths * shape.itemsize
         sizes = [self._bytes_of(step.receives) for step in self.steps(rank, way)]
         # In a ring those of one step are computed with while those of the next come.
@@ -218,7 +218,7 @@ class ContextPlan:
     def _bytes_of(self, messages: Sequence[tuple[int, Ranges]]) -> int:
         """Of keys and values."""
         shape = self.shape
-        num_positions = sum(len(run) for _, ranges in messages for run in ranges)
+        num_positions: int = sum(len(run) for _, ranges in messages for run in ranges)
         width = shape.num_kv_heads * (shape.head_dim + shape.value_dim)
         return shape.batch_size * num_positions * width * shape.itemsize
 
@@ -231,7 +231,7 @@ class ContextPlan:
 
         def inputs(other: int, size: int) -> int:
             kv = kv_heads_of(other, shape.num_kv_heads, parts.num_ranks)
-            return size * (each * shape.head_dim + (kv.stop - kv.start) * (shape.head_dim + shape.value_dim))
+            return size * (each * shape.head_dim + len(kv) * (shape.head_dim + shape.value_dim))
 
         there = sum(inputs(other, parts.size(rank)) for other in others) + theirs * each * shape.value_dim
         back = inputs(rank, theirs) + len(others) * parts.size(rank) * each * shape.value_dim

@@ -37,7 +37,8 @@ class Program(NamedTuple):
 
 def run_steps(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, program: Program) -> torch.Tensor:
     """Attention of this rank's queries (B, H, L_r, E) over all ranks' keys, as `program` says. Collective."""
-    result: torch.Tensor = _Attention.apply(query, key, value, program)
+    apply: Any = _Attention.apply
+    result: torch.Tensor = apply(query, key, value, program)
     return result
 
 
