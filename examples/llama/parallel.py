@@ -1,7 +1,8 @@
 """A model on its ranks: cut into stages, each stage's layers cut, then sharded. No rank ever holds the whole.
 
 The order matters. Stages first, since each is a module of its own; layers (tp) and experts (ep) before parameters are
-sharded (dp); kernels take the place of layers that are cut already; what is compiled comes last, as hooks stay outside of graphs.
+sharded (dp, cp); kernels take the place of layers that are cut already; what is compiled comes last, as hooks stay
+outside of graphs.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,8 @@ from disttrain.kernels.attention.context.current import ENTERED, Cut, current_cu
 from disttrain.kernels.attention.operator import attention
 from disttrain.kernels.attention.rules import Causal
 from disttrain.process_group.watching.refusals import ANY
+
+_TORCHS: Final = F.scaled_dot_product_attention
 
 
 def attended(
@@ -28,6 +30,11 @@ def attended(
     """Attention in place of torch's: with a mask in memory, with dropout, and for anything but plain tensors on a GPU,
     torch's own. Where positions are cut over ranks (`context/current.py`), always ours."""
     if ENTERED and (cut := current_cut()) is not None:
+        if F.scaled_dot_product_attention is not _TORCHS:
+            # A block of context_parallel has put its own there, which knows of documents, too.
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
         return _of_cut(cut, query, key, value, attn_mask, dropout_p, is_causal, scale)
     if attn_mask is None and dropout_p == 0.0 and _fits(query, key, value, enable_gqa):
         return attention(query, key, value, Causal() if is_causal else None, scale=scale)

@@ -58,8 +58,8 @@ def plan_cut(rule: Rule | None, length: int, num_ranks: int) -> CutPlan:
     """The cut of `length` positions over the ranks of an axis for attention by `rule`.
 
     Of contiguous, mirrored and by_document those whose most loaded rank has within 2 % of the least work; of these the
-    one whose busiest rank receives least, the simplest of equals. A batch is cut alike in all its sequences. Kept by the
-    rule's identity, as what is derived from its tensors is.
+    one whose busiest rank receives least, the simplest of equals. A batch is cut alike in all its sequences. Plans are
+    kept by the rule's identity, as what is derived from its tensors is.
     Raises: ShapeError for documents of another length.
     """
     if length < 0 or num_ranks < 1:
