@@ -42,27 +42,28 @@ def whole(heads: tuple[int, int], length: int, dims: tuple[int, int] = (8, 8)) -
 
 def assert_as_one_process(
     axis: disttrain.DeviceMesh,
-    parts: Parts,
+    cuts: list[tuple[Parts, str | None]],
     rule: Rule | None,
     heads: tuple[int, int],
-    way: str | None,
     dims: tuple[int, int] = (8, 8),
     dtype: torch.dtype = torch.float64,
 ) -> None:
+    """Values and gradients, for parts of one length and ways."""
     rank = axis.get_local_rank()
-    exact = [tensor.to(dtype).double().requires_grad_() for tensor in whole(heads, parts.length, dims)]
+    exact = [tensor.to(dtype).double().requires_grad_() for tensor in whole(heads, cuts[0][0].length, dims)]
     expected = dense(*exact, rule, None)
     weight = drawn(*expected.shape, seed=5)
     wanted = torch.autograd.grad(expected, exact, weight)
-    own = [parts.take(tensor.detach(), rank, 2).to(dtype).requires_grad_() for tensor in exact]
-    result = attention(*own, rule, axis=axis, parts=parts, way=way)
-    assert result.dtype == dtype
     tolerance = {torch.float64: 1e-9, torch.float32: 2e-5}.get(dtype, 4e-2)
     close = {"rtol": tolerance, "atol": tolerance}
-    torch.testing.assert_close(result.double(), parts.take(expected, rank, 2), **close)
-    grads = torch.autograd.grad(result, own, parts.take(weight, rank, 2).to(dtype))
-    for grad, wish in zip(grads, wanted, strict=True):
-        torch.testing.assert_close(grad.double(), parts.take(wish, rank, 2), **close)
+    for parts, way in cuts:
+        own = [parts.take(tensor.detach(), rank, 2).to(dtype).requires_grad_() for tensor in exact]
+        result = attention(*own, rule, axis=axis, parts=parts, way=way)
+        assert result.dtype == dtype
+        torch.testing.assert_close(result.double(), parts.take(expected, rank, 2), **close)
+        grads = torch.autograd.grad(result, own, parts.take(weight, rank, 2).to(dtype))
+        for grad, wish in zip(grads, wanted, strict=True):
+            torch.testing.assert_close(grad.double(), parts.take(wish, rank, 2), **close)
 
 
 def cuts_of(length: int, num_ranks: int) -> list[Parts]:
@@ -75,17 +76,16 @@ def test_every_rule_in_every_way() -> None:
     axis = axis_of_all()
     num_ranks = axis.size()
     heads = (2 * num_ranks, num_ranks)
-    for length in (1, 2, num_ranks - 1, 67, 290):
+    for length in sorted({1, 2, num_ranks - 1, 67, 150}):
         for number, name in enumerate(NAMES):
             cuts = cuts_of(length, num_ranks)
-            for way in WAYS:
-                rule = rule_called(name, BATCH, heads[0], length)
-                assert_as_one_process(axis, cuts[number % len(cuts)], rule, heads, way)
+            turns = [(cuts[(number + turn) % len(cuts)], way) for turn, way in enumerate(WAYS)]
+            assert_as_one_process(axis, turns, rule_called(name, BATCH, heads[0], length), heads)
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[int, Parts, Rule | None, tuple[int, int], str | None, tuple[int, int]]:
-    num_ranks, length = draw(st.integers(2, 4)), draw(st.integers(1, 300))
+    num_ranks, length = draw(st.integers(2, 4)), draw(st.integers(1, 160))
     kv_heads = draw(st.integers(1, 8))
     heads = kv_heads * draw(st.integers(1, 8 // kv_heads))
     ids = torch.tensor(
@@ -114,21 +114,20 @@ def cases(draw: st.DrawFn) -> tuple[int, Parts, Rule | None, tuple[int, int], st
     return num_ranks, parts, rule, (heads, kv_heads), draw(st.sampled_from([None, *ways])), dims
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_any_rule_heads_and_lengths(case: Any) -> None:
     num_ranks, parts, rule, heads, way, dims = case
-    run_threads(num_ranks, lambda: assert_as_one_process(axis_of_all(), parts, rule, heads, way, dims))
+    run_threads(num_ranks, lambda: assert_as_one_process(axis_of_all(), [(parts, way)], rule, heads, dims))
 
 
 @on_ranks(3)
 def test_dtypes() -> None:
     axis = axis_of_all()
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for way in WAYS:
-            for name in ("none", "causal", "one-sided", "all"):
-                rule = rule_called(name, BATCH, 6, 150)
-                assert_as_one_process(axis, mirrored(150, 3), rule, (6, 3), way, dtype=dtype)
+        for name in ("causal", "all"):
+            rule = rule_called(name, BATCH, 6, 140)
+            assert_as_one_process(axis, [(mirrored(140, 3), way) for way in WAYS], rule, (6, 3), dtype=dtype)
 
 
 @on_ranks(1, 2)
@@ -209,13 +208,22 @@ def test_bytes_are_the_plans() -> None:
                     result = attention(*own, rule, axis=axis, parts=parts, way=way)
                 with disttrain.count_collectives() as back:
                     result.sum().backward()
-                assert (bytes_of(there, rank, plan, way), bytes_of(back, rank, plan, way)) == plan.sent_bytes(rank, way)
+                forward, backward = plan.sent_bytes(rank, way)
+                # Of heads, an all-to-all is handed what stays here too.
+                kept = own_bytes(own, num_ranks) if way == "heads" else 0
+                assert (bytes_of(there), bytes_of(back)) == (forward + kept, backward + kept)
 
 
-def bytes_of(counted: Any, rank: int, plan: Any, way: str) -> int:
-    """Bytes of keys, values and terms that went to other ranks."""
-    names = ("send", "all_to_all_single", "all_to_all")
-    return sum(count.num_bytes for (_, operation), count in counted.counts.items() if operation in names)
+def own_bytes(own: list[torch.Tensor], num_ranks: int) -> int:
+    """Of a rank's share of the heads of its own positions, of queries, keys, values and results."""
+    query, _, value = own
+    results = query[..., :1].numel() * value.shape[3] * query.itemsize
+    return (sum(tensor.nbytes for tensor in own) + results) // num_ranks
+
+
+def bytes_of(counted: Any) -> int:
+    """Bytes handed to transports that are not the ranks' comparing."""
+    return sum(count.num_bytes for (_, name), count in counted.counts.items() if name != "all_gather_into_tensor")
 
 
 BAD: dict[str, tuple[str, Callable[[int, list[torch.Tensor], dict[str, Any]], None]]] = {}
@@ -346,4 +354,4 @@ def test_axes_that_are_none() -> None:
     with pytest.raises(ShapeError, match="no axis"):
         attention(*own, parts=contiguous(12, 2))
     parts = mirrored(25, 2)
-    assert_as_one_process(mesh["cp"], parts, Causal(), (4, 2), "ring")
+    assert_as_one_process(mesh["cp"], [(parts, "ring")], Causal(), (4, 2))

@@ -53,8 +53,8 @@ def attention(
         attended = kernels.attention(query, key, value, Causal() & SlidingWindow(4096) & SoftCap(50.0))
 
     Args:    query  (B, H, L, E);  key  (B, K, S, E);  value  (B, K, S, Ev), floats of one dtype, of any strides; each
-             of the K heads serves H / K heads of queries. DTensors may be cut by sequences (B) and heads; a rule's
-             tensors are those of the whole then.
+             of the K heads serves H / K heads of queries. DTensors may be cut by sequences (B) and heads, and by
+             positions (L) along `axis`; a rule's tensors are those of the whole then.
              mask   a rule or several (`attention/rules.py`), joined by &; None: each query sees all keys.
              scale  default 1 / sqrt(E).
              by     which implementation: cudnn, flash, efficient, flex, sdpa or dense; default: the fastest of those
@@ -74,7 +74,7 @@ def attention(
         # What is needed for DTensors needs this file.
         from disttrain.kernels.attention.dtensors import attention_of_dtensors
 
-        return attention_of_dtensors(query, key, value, mask, scale, by)
+        return attention_of_dtensors(query, key, value, mask, scale, by, axis, parts, way)
     if axis is not None or parts is not None or ENTERED:
         # What is needed for positions that are cut needs this file.
         from disttrain.kernels.attention.context.operator import attention_across

@@ -48,3 +48,13 @@ def current_cut() -> Cut | None:
         return None
     world = current_world("attention")
     return next((cut for cut in reversed(ENTERED) if cut.axis.get_group().world is world), None)
+
+
+def given_or_current(
+    axis: DeviceMesh | None, parts: Parts | None, way: str | None
+) -> tuple[DeviceMesh | None, Parts | None, str | None]:
+    """What a call is given; what it is not given is that of the block, if that is of the same axis."""
+    cut = current_cut()
+    if cut is None or (axis is not None and axis != cut.axis):
+        return axis, parts, way
+    return cut.axis, parts or cut.parts, way or cut.way

@@ -11,7 +11,7 @@ import torch
 from disttrain.autocast import is_within_autocast
 from disttrain.errors import DisttrainError, ShapeError
 from disttrain.kernels.attention.context.agreement import NAME, agree
-from disttrain.kernels.attention.context.current import current_cut
+from disttrain.kernels.attention.context.current import given_or_current
 from disttrain.kernels.attention.context.heads import run_heads
 from disttrain.kernels.attention.context.heads_cut import heads_divide
 from disttrain.kernels.attention.context.parts import Parts, contiguous, mirrored
@@ -45,9 +45,7 @@ def attention_across(
 
     What is not given is that of the block that the rank is in (`using`).
     """
-    cut = current_cut()
-    if cut is not None and (axis is None or axis == cut.axis):
-        axis, parts, way = cut.axis, parts or cut.parts, way or cut.way
+    axis, parts, way = given_or_current(axis, parts, way)
     if axis is None and parts is not None:
         problem = f"it is given parts for {parts.num_ranks} ranks, and no axis that has these."
         raise ShapeError(NAME, problem, "Give axis=mesh['cp'] too.")
