@@ -10,9 +10,10 @@ module may have imported it by name. Both hold on the threads on which a backwar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from inspect import signature
+from threading import Lock
 from typing import Any, Final
 
 import torch
@@ -22,11 +23,11 @@ from torch.overrides import TorchFunctionMode
 from disttrain.context_parallel.faults import refuse, refuse_dropout, refuse_mask
 from disttrain.context_parallel.pretrained import attention_of_transformers
 from disttrain.kernels import Causal, attention
-from disttrain.kernels.attention.context.current import using
+from disttrain.kernels.attention.context.current import current_cut, using
 from disttrain.kernels.attention.context.parts import Parts
 from disttrain.kernels.attention.rules import Mask, Rule, Rules
 from disttrain.mesh import DeviceMesh
-from disttrain.process_group._torch import run_outside
+from disttrain.process_group._torch import outside_graphs, run_outside
 
 NAME: Final = "scaled_dot_product_attention"
 _TORCHS: Final = F.scaled_dot_product_attention
@@ -39,15 +40,44 @@ def attending(parts: Parts, axis: DeviceMesh, way: str | None = None, within: Ma
 
     Args: within  what calls without a rule of ours see at most, such as their own document.
     """
-    with using(parts, axis, way), _Mode(within), _replacing(within), attention_of_transformers(within):
+    with using(parts, axis, way), _BLOCKS.entered(within), _Mode():
         yield
 
 
-class _Mode(TorchFunctionMode):
-    def __init__(self, within: Mask | None) -> None:
-        super().__init__()
-        self._within = within
+class _Blocks:
+    """The blocks that are open in this process. With the first of them torch's function, and those of transformers, are
+    replaced, and with the last they are put back: ranks that are threads enter and leave in any order."""
 
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._within: dict[int, Mask | None] = {}
+        self._replaced = ExitStack()
+
+    @contextmanager
+    def entered(self, within: Mask | None) -> Iterator[None]:
+        key = id(current_cut())
+        with self._lock:
+            if not self._within:
+                self._replaced.enter_context(_replacing())
+                self._replaced.enter_context(attention_of_transformers(self.within))
+            self._within[key] = within
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._within[key]
+                if not self._within:
+                    self._replaced.close()
+
+    def within(self) -> Mask | None:
+        """What calls of this rank see at most. Raises LookupError where it is in no block."""
+        return self._within[id(current_cut())]
+
+
+_BLOCKS: Final = _Blocks()
+
+
+class _Mode(TorchFunctionMode):
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -56,7 +86,7 @@ class _Mode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is _TORCHS:
-            return attended_across(*args, within=self._within, **kwargs or {})
+            return _attended_here(*args, **kwargs or {})
         if func is F.multi_head_attention_forward:
             _check_heads(*args, **kwargs or {})
             # To Dynamo it is one call, which it would make with tensors that have no values.
@@ -65,17 +95,22 @@ class _Mode(TorchFunctionMode):
 
 
 @contextmanager
-def _replacing(within: Mask | None) -> Iterator[None]:
+def _replacing() -> Iterator[None]:
     before = F.scaled_dot_product_attention
 
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return attended_across(*args, within=within, **kwargs)
+        return before(*args, **kwargs) if current_cut() is None else _attended_here(*args, **kwargs)
 
     F.scaled_dot_product_attention = scaled_dot_product_attention
     try:
         yield
     finally:
         F.scaled_dot_product_attention = before
+
+
+@outside_graphs
+def _attended_here(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return attended_across(*args, within=_BLOCKS.within(), **kwargs)
 
 
 def attended_across(

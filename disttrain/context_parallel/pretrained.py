@@ -10,9 +10,8 @@ Source: transformers, "Attention mask interface" and "Attention interface" (docu
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -30,14 +29,32 @@ _UNKNOWN: Final = ("s_aux", "position_bias")
 
 
 @contextmanager
-def attention_of_transformers(within: Mask | None) -> Iterator[None]:
-    """Has models of transformers, if it is loaded, call `kernels.attention`, whichever implementation they ask for."""
+def attention_of_transformers(within: Callable[[], Mask | None]) -> Iterator[None]:
+    """Has models of transformers, if it is loaded, call `kernels.attention`, whichever implementation they ask for.
+
+    Args: within  gives what a call sees at most; where it raises LookupError, on ranks that are in no block, models do
+                  what they did.
+    """
     with ExitStack() as stack:
-        for (module, name), function in ((_MASKS, _no_mask), (_ATTENTIONS, partial(_attend, within))):
+        for (module, name), function in ((_MASKS, _no_mask), (_ATTENTIONS, _attend)):
             registry = getattr(sys.modules.get(module), name, None)
             if registry is not None:
-                stack.enter_context(_with(registry, dict.fromkeys((*registry, "eager"), function)))
+                own = {key: _found(function, within, registry.get(key)) for key in (*registry, "eager")}
+                stack.enter_context(_with(registry, own))
         yield
+
+
+def _found(function: Callable[..., Any], within: Callable[[], Mask | None], before: Any) -> Callable[..., Any]:
+    """Calls `function` in a block, with what is seen at most, and `before` on ranks that are in none."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            mask = within()
+        except LookupError:
+            return before(*args, **kwargs)
+        return function(mask, *args, **kwargs)
+
+    return call
 
 
 def _attend(

@@ -7,12 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as imported_by_name
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import disttrain
 from disttrain.context_parallel import context_parallel, context_parallel_unshard, set_rotate_method
 from disttrain.errors import ArgumentError, DisttrainError, LayoutError, MeshError, RankMismatchError, ShapeError
 from disttrain.kernels import Causal, attention
+from disttrain.testing import run_threads
 from disttrain.testing.pytest_plugin import on_ranks
 
 WIDTH, NUM_HEADS = 16, 4
@@ -199,6 +200,37 @@ def test_buffers_that_cannot_be_cut_are_refused_on_all_ranks() -> None:
     with pytest.raises(ShapeError, match=r"the ranks have \[3, .*\] positions"):
         context_parallel_unshard(mesh, [x[:, : 1 if is_odd else 3]], [1])
     disttrain.barrier()
+
+
+def test_ranks_that_are_threads_leave_in_any_order() -> None:
+    before = F.scaled_dot_product_attention
+    x = torch.randn(1, 2, 6, 4, dtype=torch.float64)
+    expected = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    def body() -> None:
+        mesh, part = axis(), x.clone()
+        for _ in range(3):
+            with context_parallel(mesh, buffers=[part], buffer_seq_dims=[2]):
+                attended = F.scaled_dot_product_attention(part, part, part, is_causal=True)
+                torch.testing.assert_close(context_parallel_unshard(mesh, [attended], [2])[0], expected)
+            torch.testing.assert_close(F.scaled_dot_product_attention(part, part, part, is_causal=True), expected)
+
+    run_threads(3, body)
+    assert F.scaled_dot_product_attention is before
+
+
+@on_ranks(2)
+def test_a_backward_behind_the_block_that_computes_anew_is_an_error() -> None:
+    mesh, x = axis(), torch.randn(1, 2, 6, 4, requires_grad=True)
+    positions = torch.arange(6)
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    with context_parallel(mesh, buffers=[positions], buffer_seq_dims=[0]):
+        attended = checkpoint(attend, x[:, :, positions], use_reentrant=False)
+    with pytest.raises(CheckpointError):
+        attended.sum().backward()
 
 
 @on_ranks(2)
