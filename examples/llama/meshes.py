@@ -66,11 +66,12 @@ def parse_mesh(text: str | None, num_ranks: int) -> MeshPlan:
 def check_fit(plan: MeshPlan, config: LlamaConfig, *, batch_size: int, seq_size: int, num_microbatches: int) -> None:
     """Raises SettingError where model or batch cannot be cut by the mesh."""
     by_rows = f"{plan.num_replicas} ranks along dp, ep and replicate, {num_microbatches} microbatches each,"
+    by_positions = f"cp={plan.cp} and tp={plan.tp}" if plan.cp > 1 else f"tp={plan.tp}"
     rules = [
         (f"tp={plan.tp}", plan.tp, "heads", config.num_heads),
         (f"tp={plan.tp}", plan.tp, "hidden_size", config.hidden_size),
         (f"tp={plan.tp}", plan.tp, "expert_size", config.expert_size),
-        (f"cp={plan.cp} and tp={plan.tp}", plan.cp * plan.tp if plan.tp > 1 else 1, "--seq", seq_size),
+        (by_positions, plan.cp * plan.tp if plan.tp > 1 else 1, "--seq", seq_size),
         (by_rows, plan.num_replicas * num_microbatches, "--batch", batch_size),
     ]
     for who, number, what, size in rules:
