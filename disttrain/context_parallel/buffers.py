@@ -72,7 +72,7 @@ def cut_in_place(buffers: Buffers, parts: Parts, rank: int) -> Iterator[None]:
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     try:
         with torch.no_grad():
-            for tensor, dim, is_restored in zip(*buffers[:3], strict=True):
+            for tensor, dim, is_restored in zip(buffers.tensors, buffers.dims, buffers.are_restored, strict=True):
                 part = parts.take(tensor, rank, dim).clone(memory_format=torch.contiguous_format)
                 if is_restored:
                     kept.append((tensor, tensor.detach()))

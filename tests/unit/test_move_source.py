@@ -65,18 +65,6 @@ def _left(text: str) -> list[tuple[int, str, str]]:
             "from disttrain.tp import (  # cut\n    ColwiseParallel,  # by columns\n)\n",
         ),
         (
-            "from torch.distributed.tensor.experimental import context_parallel, local_map\n",
-            "from disttrain.context_parallel import context_parallel\nfrom disttrain.dtensor import local_map\n",
-        ),
-        (
-            "from torch.distributed.tensor.experimental._attention import context_parallel_unshard as unshard\n",
-            "from disttrain.context_parallel import context_parallel_unshard as unshard\n",
-        ),
-        (
-            "import torch.distributed as dist\ndist.tensor.experimental.context_parallel(mesh)\n",
-            "import disttrain as dist\ndist.context_parallel.context_parallel(mesh)\n",
-        ),
-        (
             "from torch.distributed.checkpoint.format_utils import dcp_to_torch_save\n",
             "from disttrain.checkpoint import dcp_to_torch_save\n",
         ),
