@@ -191,7 +191,7 @@ def cpu_attention_and_sums(
 
 
 def cpu_attention_backward(
-    dout: torch.Tensor,
+    grad_out: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -204,7 +204,7 @@ def cpu_attention_backward(
     attend: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     # Its sums are in the order of places first, as forward gives them.
     lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
-    return attend(dout, query, key, value, out, lse, 0.0, is_causal, scale=scale)  # type: ignore[no-any-return]
+    return attend(grad_out, query, key, value, out, lse, 0.0, is_causal, scale=scale)  # type: ignore[no-any-return]
 
 
 def flash_attention_and_sums(
@@ -219,7 +219,7 @@ def flash_attention_and_sums(
 
 
 def flash_attention_backward(
-    dout: torch.Tensor,
+    grad_out: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -230,7 +230,7 @@ def flash_attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `cpu_attention_backward`, with the shapes of `flash_attention`."""
     attend: Any = torch.ops.aten._flash_attention_backward.default
-    by_place = (tensor.transpose(1, 2) for tensor in (dout, query, key, value, out))
+    by_place = (tensor.transpose(1, 2) for tensor in (grad_out, query, key, value, out))
     lengths = (None, None, query.shape[2], key.shape[2])
     # Where nothing is dropped they are not read.
     no_seed = torch.zeros(2, dtype=torch.uint64, device=query.device)
@@ -254,7 +254,7 @@ def cudnn_attention_and_sums(
 
 
 def cudnn_attention_backward(
-    dout: torch.Tensor,
+    grad_out: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -270,7 +270,7 @@ def cudnn_attention_backward(
     lengths = (None, None, None, query.shape[2], key.shape[2])
     sums = lse.contiguous().unsqueeze(-1)
     return attend(  # type: ignore[no-any-return]
-        dout, query, key, value, out, sums, no_seed, no_seed, *lengths, 0.0, is_causal, scale=scale
+        grad_out, query, key, value, out, sums, no_seed, no_seed, *lengths, 0.0, is_causal, scale=scale
     )
 
 

@@ -84,7 +84,7 @@ def forward(
 def backward(
     kernel: str,
     band: tuple[int, int],
-    dout: torch.Tensor,
+    grad_out: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -98,14 +98,14 @@ def backward(
     lse = torch.where(lse == -torch.inf, torch.inf, lse)
     if kernel == _CPU:
         key, value = (_for_each_head(tensor, num_heads) for tensor in (key, value))
-        dquery, dkey, dvalue = cpu_attention_backward(dout, query, key, value, out, lse, band == CAUSAL, scale)
+        dquery, dkey, dvalue = cpu_attention_backward(grad_out, query, key, value, out, lse, band == CAUSAL, scale)
         return dquery, _of_groups(dkey, num_kv_heads), _of_groups(dvalue, num_kv_heads)
     sizes = (query.shape[3], key.shape[3], value.shape[3])
-    dout, query, key, value, out = (aligned(tensor) for tensor in (dout, query, key, value, out))
+    grad_out, query, key, value, out = (aligned(tensor) for tensor in (grad_out, query, key, value, out))
     if kernel == CUDNN:
-        grads = cudnn_attention_backward(dout, query, key, value, out, lse, band == CAUSAL, scale)
+        grads = cudnn_attention_backward(grad_out, query, key, value, out, lse, band == CAUSAL, scale)
     else:
-        grads = flash_attention_backward(dout, query, key, value, out, lse.contiguous(), band, scale)
+        grads = flash_attention_backward(grad_out, query, key, value, out, lse.contiguous(), band, scale)
     dquery, dkey, dvalue = (grad[..., :size] for grad, size in zip(grads, sizes, strict=True))
     return dquery, dkey, dvalue
 

@@ -51,7 +51,7 @@ def forward(
 
 
 def backward(
-    dout: torch.Tensor,
+    grad_out: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -65,20 +65,20 @@ def backward(
     dquery = torch.empty_like(query, dtype=wide)
     dkey, dvalue = torch.zeros_like(wide_key), torch.zeros_like(wide_value)
     for rows in _blocks(query, key):
-        wide_query, wide_dout = query[:, :, rows].to(wide), dout[:, :, rows].to(wide)
-        delta = (wide_dout * out[:, :, rows]).sum(-1, keepdim=True)
+        wide_query, wide_grad_out = query[:, :, rows].to(wide), grad_out[:, :, rows].to(wide)
+        delta = (wide_grad_out * out[:, :, rows]).sum(-1, keepdim=True)
         products = _products(wide_query, wide_key, places.scale)
         with torch.enable_grad():
             products = products.detach().requires_grad_(bool(changes_of(places.rule)))
             scores = _scores(products, places, rows)
         weights = (scores.detach() - _finite(lse[:, :, rows])).exp_()
-        dscores = weights * (_times(wide_dout, wide_value.mT) - delta)
+        dscores = weights * (_times(wide_grad_out, wide_value.mT) - delta)
         if products.requires_grad:
             (dscores,) = torch.autograd.grad(scores, products, dscores)
         dscores = dscores * places.scale
         dquery[:, :, rows] = _times(dscores, wide_key)
         dkey += _grouped(dscores, num_kv_heads).mT @ _grouped(wide_query, num_kv_heads)
-        dvalue += _grouped(weights, num_kv_heads).mT @ _grouped(wide_dout, num_kv_heads)
+        dvalue += _grouped(weights, num_kv_heads).mT @ _grouped(wide_grad_out, num_kv_heads)
     return dquery, dkey, dvalue
 
 

@@ -64,7 +64,7 @@ class Task:
     def backward(
         self,
         dquery: torch.Tensor,
-        dout: torch.Tensor,
+        grad_out: torch.Tensor,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -81,14 +81,14 @@ class Task:
                 _part(value, piece.keys),
             )
             results = _part(out, piece.queries), _part(lse, piece.queries)
-            own_dout = _part(dout, piece.queries)
+            own_grad_out = _part(grad_out, piece.queries)
             kernel = self._kernel_of(piece, own_query, own_key, own_value)
             if kernel and piece.band is not None:
-                grads = bands.backward(kernel, piece.band, own_dout, *inputs, *results, self._scale)
+                grads = bands.backward(kernel, piece.band, own_grad_out, *inputs, *results, self._scale)
             else:
                 places = self._places(piece)
                 backward = placed.backward if self._is_placed(*inputs) else dense.backward
-                grads = backward(own_dout, *inputs, *results, places)
+                grads = backward(own_grad_out, *inputs, *results, places)
             for total, run, grad in zip(
                 (dquery, dkey, dvalue), (piece.queries, piece.keys, piece.keys), grads, strict=True
             ):

@@ -58,7 +58,7 @@ def forward(
 
 
 def backward(
-    dout: torch.Tensor,
+    grad_out: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -70,20 +70,20 @@ def backward(
     leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
     with torch.enable_grad():
         own_out, own_lse = forward(leaves[0], leaves[1], leaves[2], places)
-    dout_own, dlse_own = weighted(dout, out, lse, own_out.detach(), own_lse.detach())
-    dquery, dkey, dvalue = torch.autograd.grad((own_out, own_lse), leaves, (dout_own, dlse_own))
+    grad_own_out, grad_own_lse = weighted(grad_out, out, lse, own_out.detach(), own_lse.detach())
+    dquery, dkey, dvalue = torch.autograd.grad((own_out, own_lse), leaves, (grad_own_out, grad_own_lse))
     return dquery, dkey, dvalue
 
 
 def weighted(
-    dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, own_out: torch.Tensor, own_lse: torch.Tensor
+    grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, own_out: torch.Tensor, own_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of a part's result and sums, of the gradient of the whole's result."""
     # Of who sees nothing a weight is exp(-inf).
     weights = (own_lse - lse.clamp(min=torch.finfo(lse.dtype).min)).exp()
-    dout_own = (dout * weights.unsqueeze(-1)).to(own_out.dtype)
-    difference = (dout.to(lse.dtype) * (own_out.to(lse.dtype) - out)).sum(-1)
-    return dout_own, (weights * difference).to(own_lse.dtype)
+    grad_own_out = (grad_out * weights.unsqueeze(-1)).to(own_out.dtype)
+    difference = (grad_out.to(lse.dtype) * (own_out.to(lse.dtype) - out)).sum(-1)
+    return grad_own_out, (weights * difference).to(own_lse.dtype)
 
 
 def _score_of(places: Places) -> Callable[..., torch.Tensor] | None:

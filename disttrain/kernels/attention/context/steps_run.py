@@ -55,12 +55,12 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
         query, key, value, out, lse = ctx.saved_tensors
         # Whoever calls backward may be within autocast.
-        with torch.autocast(dout.device.type, enabled=False):
+        with torch.autocast(grad_out.device.type, enabled=False):
             run = _Run(ctx.program, query, key, value)
-            grads = run.backward(dout, out, lse, has_terms=any(ctx.needs_input_grad[1:3]))
+            grads = run.backward(grad_out, out, lse, has_terms=any(ctx.needs_input_grad[1:3]))
         wanted = zip(grads, ctx.needs_input_grad, strict=False)
         return (*(grad if is_wanted else None for grad, is_wanted in wanted), None)
 
@@ -88,7 +88,7 @@ class _Run:
         return joined.out.to(self._query.dtype), joined.lse
 
     def backward(
-        self, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *, has_terms: bool
+        self, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, *, has_terms: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         wide = wide_dtype(self._query.dtype)
         dquery, *own_terms = (torch.zeros_like(tensor, dtype=wide) for tensor in (self._query, *self._pair))
@@ -103,7 +103,7 @@ class _Run:
             terms: Pair | None = None
             if step.pieces:
                 keys = self._keys_of(step, messages)
-                terms = self._task(step).backward(dquery, dout, self._query, *keys, out, lse)
+                terms = self._task(step).backward(dquery, grad_out, self._query, *keys, out, lse)
             if not has_terms:
                 continue
             if terms is not None:
