@@ -28,7 +28,6 @@ class Joined:
         lse = lse.to(lse_so_far.dtype)
         joined = torch.logaddexp(lse_so_far, lse)
         # Less than any score, and more than -inf, of which differences are nan.
-        finite = joined.clamp(min=torch.finfo(joined.dtype).min)
-        out_so_far.mul_((lse_so_far - finite).exp_().unsqueeze(-1))
-        out_so_far.addcmul_(out.to(out_so_far.dtype), (lse - finite).exp_().unsqueeze(-1))
+        weight = (lse - joined.clamp(min=torch.finfo(joined.dtype).min)).exp_()
+        out_so_far.lerp_(out.to(out_so_far.dtype), weight.unsqueeze(-1))
         lse_so_far.copy_(joined)

@@ -151,6 +151,10 @@ class _Run:
 
     def _keys_of(self, step: Step, messages: Mapping[int, torch.Tensor]) -> Pair:
         """The keys and values of a step, in the order of their positions."""
+        if not step.receives and step.own == self._program.parts.ranges[self._rank]:
+            return self._pair
+        if not step.own and len(step.receives) == 1:
+            return self._sizes.pair(messages[step.receives[0][0]])
         parts: list[tuple[range, Pair]] = []
         for run, taken in zip(step.own, self._slices(step.own), strict=True):
             parts.append((run, (self._pair[0][:, :, taken], self._pair[1][:, :, taken])))
