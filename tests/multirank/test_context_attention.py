@@ -147,6 +147,11 @@ def test_parts_need_not_be_told() -> None:
     with using(parts, axis):
         torch.testing.assert_close(attention(*own, Causal()), expected)
         torch.testing.assert_close(attended(*own, is_causal=True), expected)
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda *tensors: 2 * attended(*tensors, is_causal=True), backend="aot_eager")
+        torch.testing.assert_close(compiled(*own), 2 * expected)
+    # And no more after the block.
+    assert compiled(*own).shape == own[0].shape
     assert attention(*own).shape == own[0].shape
 
 

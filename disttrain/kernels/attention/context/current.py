@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from disttrain.process_group._torch import outside_graphs
 from disttrain.process_group.current import current_world
 
 if TYPE_CHECKING:
@@ -42,10 +43,12 @@ def using(parts: Parts, axis: DeviceMesh, way: str | None = None) -> Iterator[No
         del ENTERED[place]
 
 
+@outside_graphs
 def current_cut() -> Cut | None:
     """The cut of the innermost block that this rank is in."""
     if not ENTERED:
         return None
+    # Ranks that are threads have each a world, and enter blocks of their own.
     world = current_world("attention")
     return next((cut for cut in reversed(ENTERED) if cut.axis.get_group().world is world), None)
 
@@ -54,7 +57,7 @@ def given_or_current(
     axis: DeviceMesh | None, parts: Parts | None, way: str | None
 ) -> tuple[DeviceMesh | None, Parts | None, str | None]:
     """What a call is given; what it is not given is that of the block, if that is of the same axis."""
-    cut = current_cut()
+    cut = current_cut() if ENTERED else None
     if cut is None or (axis is not None and axis != cut.axis):
         return axis, parts, way
     return cut.axis, parts or cut.parts, way or cut.way
