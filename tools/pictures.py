@@ -3,7 +3,8 @@
 Schedules are drawn by disttrain.pipelining. The architecture is the import linter's contract, so that it is what the
 checks hold the code to; a mesh and placements are what disttrain's own arithmetic of ranks and parts says. Loads of
 experts are those of a run: `train_llama.py --experts 8 --top-k 2 --mesh ep=2` on two processes, its third block, means
-over five steps of what it writes into experts.csv (`tools/expert_loads.csv`).
+over five steps of what it writes into experts.csv (`tools/expert_loads.csv`). Who has which positions of a sequence,
+and does what in the steps of a ring, is what attention's own plan says.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ from html import escape
 from pathlib import Path
 
 from disttrain.dtensor import Replicate, Shard, local_shape_and_offset
+from disttrain.kernels import Causal
+from disttrain.kernels.attention.context.parts import Parts, contiguous, mirrored
+from disttrain.kernels.attention.context.steps import RING, Step, steps_of
+from disttrain.kernels.attention.context.tiles import tiles_of
 from disttrain.mesh import MeshLayout
 from disttrain.pipelining import Costs, draw_svg, make_schedule, simulate
 
@@ -162,11 +167,70 @@ def expert_loads() -> str:
     return drawing(660, 300, "Loads of eight experts over 400 steps, which come close to the mean", parts)
 
 
+NUM_CHUNKS, CHUNK = 8, 1024
+"""Of a sequence on four ranks."""
+
+
+def context_parts() -> str:
+    """Which queries see which keys under a causal rule, coloured by the rank that computes it, by two cuts."""
+    parts, size = [], 28
+    for number, (name, cut) in enumerate({"contiguous": contiguous, "mirrored": mirrored}.items()):
+        plan = cut(NUM_CHUNKS * CHUNK, 4)
+        left, top = 100 + 330 * number, 66
+        parts.append(note(left + 4 * size, 14, name))
+        owners = [_owner(plan, chunk * CHUNK) for chunk in range(NUM_CHUNKS)]
+        for row, rank in enumerate(owners):
+            parts.append(box(left + size * row, top - 34, size, 24, str(rank), f"c{rank}"))
+            parts.append(box(left - 34, top + size * row, 24, size, str(rank), f"c{rank}"))
+            for column in range(NUM_CHUNKS):
+                kind = f"c{rank}" if column <= row else "plain"
+                parts.append(box(left + size * column, top + size * row, size, size, "", kind))
+        bottom = top + NUM_CHUNKS * size
+        work = [sum(row + 0.5 for row, owner in enumerate(owners) if owner == rank) for rank in range(4)]
+        shares = ", ".join(f"{100 * each / sum(work):.0f} %" for each in work)
+        parts.append(note(left + 4 * size, bottom + 18, f"work of ranks 0 to 3: {shares}"))
+    parts.append(note(36, 14, "keys →"))
+    parts.append(note(36, 34, "queries ↓"))
+    return drawing(660, 326, "Four ranks' shares of causal attention, contiguous and mirrored", parts)
+
+
+def _owner(parts: Parts, position: int) -> int:
+    return next(rank for rank, ranges in enumerate(parts.ranges) if any(position in run for run in ranges))
+
+
+def context_ring() -> str:
+    """What each of four ranks computes in the steps of a ring, and what comes to it meanwhile."""
+    tiles = tiles_of(mirrored(NUM_CHUNKS * CHUNK, 4), Causal())
+    pitch, top = 144, 34
+    parts = [note(80 + pitch * number + 66, 14, f"step {number}") for number in range(4)]
+    for rank in range(4):
+        steps = steps_of(tiles, rank, RING)
+        y = top + 62 * rank
+        parts.append(note(36, y + 13, f"rank {rank}"))
+        for number, step in enumerate(steps):
+            x, source = 80 + pitch * number, (rank - number) % 4
+            parts.append(box(x, y, 66 * _area(step) / CHUNK**2, 26, f"sees keys of {source}", f"c{source}"))
+            for coming, ranges in steps[number + 1].receives if number + 1 < len(steps) else ():
+                width = 52 * sum(map(len, ranges)) / CHUNK
+                parts.append(box(x, y + 28, width, 16, f"from {coming}", f"c{coming}"))
+    bottom = top + 62 * 4
+    parts.append(note(80 + 2 * pitch, bottom, "above: attention; below: keys of the next step, which come meanwhile"))
+    return drawing(670, bottom + 18, "Four steps of a ring: keys come while those before are computed", parts)
+
+
+def _area(step: Step) -> float:
+    """Pairs of a query and a key that are computed."""
+    return sum(
+        len(piece.queries) * len(piece.keys) * (0.5 if piece.band is not None and 0 in piece.band else 1)
+        for piece in step.pieces
+    )
+
+
 def pictures() -> dict[str, str]:
     """All of them, by file name."""
     schedules = {name: schedule(name) for name in ("1f1b", "zbv")}
     named = {"architecture": architecture(), "mesh": mesh(), "placements": placements(), **schedules}
-    named["expert_loads"] = expert_loads()
+    named |= {"expert_loads": expert_loads(), "context_parts": context_parts(), "context_ring": context_ring()}
     return {f"{name}.svg": picture for name, picture in named.items()}
 
 

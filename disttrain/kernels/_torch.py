@@ -15,6 +15,9 @@ from torch.utils._pytree import tree_map_only
 without_torch_function: Any = torch._C._disabled_torch_function_impl
 """As the `__torch_function__` of a class of tensors: what is done with them is dispatched as with any."""
 
+without_modes: Any = torch._C.DisableTorchFunction
+"""Within it neither a class's `__torch_function__` nor a mode's is asked."""
+
 make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 """A tensor of the given class, without memory of its own."""
 
@@ -177,6 +180,98 @@ def efficient_attention(
     """(B, H, L, E), (B, H, S, E), (B, H, S, Ev): xformers' memory-efficient attention."""
     attend: Any = torch.ops.aten._scaled_dot_product_efficient_attention.default
     return attend(query, key, value, None, needs_grad, 0.0, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+
+
+def cpu_attention_and_sums(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, H, L, E), (B, H, S, E) twice: attention on CPUs, and the logarithms of the sums of its weights, (B, H, L)."""
+    attend: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    return attend(query, key, value, 0.0, is_causal, scale=scale)  # type: ignore[no-any-return]
+
+
+def cpu_attention_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    is_causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of query, key and value; `out` and `lse` may be those of attention over more keys."""
+    attend: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    # Its sums are in the order of places first, as forward gives them.
+    lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
+    return attend(grad_out, query, key, value, out, lse, 0.0, is_causal, scale=scale)  # type: ignore[no-any-return]
+
+
+def flash_attention_and_sums(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: tuple[int, int], scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `flash_attention`, with the logarithms of the sums of weights, (B, H, L): of no keys inf. Without autograd."""
+    attend: Any = torch.ops.aten._flash_attention_forward.default
+    by_place = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    lengths = (None, None, query.shape[2], key.shape[2])
+    result, lse, *_ = attend(*by_place, *lengths, 0.0, False, False, **_sizes(window, scale))
+    return result.transpose(1, 2), lse
+
+
+def flash_attention_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    window: tuple[int, int],
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `cpu_attention_backward`, with the shapes of `flash_attention`."""
+    attend: Any = torch.ops.aten._flash_attention_backward.default
+    by_place = (tensor.transpose(1, 2) for tensor in (grad_out, query, key, value, out))
+    lengths = (None, None, query.shape[2], key.shape[2])
+    # Where nothing is dropped they are not read.
+    no_seed = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    grads = attend(*by_place, lse, *lengths, 0.0, False, no_seed, no_seed[:0], **_sizes(window, scale))
+    dquery, dkey, dvalue = (grad.transpose(1, 2) for grad in grads)
+    return dquery, dkey, dvalue
+
+
+def _sizes(window: tuple[int, int], scale: float) -> dict[str, Any]:
+    before, behind = window
+    return {"scale": scale, "window_size_left": before, "window_size_right": behind}
+
+
+def cudnn_attention_and_sums(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `cudnn_attention`, with the logarithms of the sums of weights, (B, H, L)."""
+    attend: Any = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+    result, lse, *_ = attend(query, key, value, None, True, 0.0, is_causal, False, scale=scale)
+    return result, lse.view(query.shape[:3])
+
+
+def cudnn_attention_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    is_causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `cpu_attention_backward`, with the shapes of `cudnn_attention`."""
+    attend: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+    # Where nothing is dropped they are not read.
+    no_seed = torch.zeros((), dtype=torch.int64, device=query.device)
+    lengths = (None, None, None, query.shape[2], key.shape[2])
+    sums = lse.contiguous().unsqueeze(-1)
+    return attend(  # type: ignore[no-any-return]
+        grad_out, query, key, value, out, sums, no_seed, no_seed, *lengths, 0.0, is_causal, scale=scale
+    )
 
 
 def scaled_mm(

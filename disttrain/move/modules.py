@@ -53,6 +53,9 @@ MODULES = {
     "torch.distributed.tensor.debug._visualize_sharding": "disttrain.dtensor",
     "torch.distributed.tensor.device_mesh": "disttrain",
     "torch.distributed.tensor.experimental": "disttrain.dtensor",
+    "torch.distributed.tensor.experimental._attention": "disttrain.context_parallel",
+    "torch.distributed.tensor.experimental._context_parallel": "disttrain.context_parallel",
+    "torch.distributed.tensor.experimental._context_parallel._attention": "disttrain.context_parallel",
     "torch.distributed.tensor.experimental._func_map": "disttrain.dtensor",
     "torch.distributed.tensor.experimental._register_sharding": "disttrain.dtensor",
     "torch.distributed.tensor.parallel": "disttrain.tp",
@@ -79,6 +82,9 @@ STAYS = (
     "torch.distributed.optim",
 )
 """They know nothing of process groups, or run on those that are registered with torch, and work as they are."""
+
+ELSEWHERE = {"torch.distributed.tensor.experimental.context_parallel": "disttrain.context_parallel"}
+"""Names that are in another package of ours than their module's."""
 
 STAYING_NAMES = frozenset(("torch.distributed.checkpoint.state_dict._init_optim_state",))
 """Of modules that move, the names that need not: they ask nothing of groups, and know DTensors of ours."""
@@ -107,13 +113,13 @@ LEFT = {
     "torch.distributed.tensor._random": Reason(
         "Random values are those of a single process with the same seed", "docs/differences.md#dtensor"
     ),
-    "torch.distributed.tensor.experimental._attention": Reason("Context parallelism is to come", "docs/dtensor.md"),
 }
 """Modules without one of ours, all below them too, unless these stand above."""
 
 PAGES = {
     "disttrain": "docs/differences.md#names-of-torchdistributed-that-are-not-here",
     "disttrain.dtensor": "docs/differences.md#names-of-torchdistributedtensor-that-are-not-here",
+    "disttrain.context_parallel": "docs/differences.md#context-parallel",
     "disttrain.fsdp2": "docs/differences.md#names-of-torchdistributedfsdp-that-are-not-here",
     "disttrain.tp": "docs/differences.md#names-of-torchdistributedtensorparallel-that-are-not-here",
     "disttrain.pipelining": "docs/differences.md#names-of-torchdistributedpipelining-that-are-not-here",

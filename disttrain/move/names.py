@@ -9,7 +9,7 @@ from pathlib import Path
 
 from disttrain.lazy_names import absent_names
 from disttrain.move.findings import Reason
-from disttrain.move.modules import LEFT, MODULES, PAGES, STAYING_NAMES, STAYS
+from disttrain.move.modules import ELSEWHERE, LEFT, MODULES, PAGES, STAYING_NAMES, STAYS
 
 _ROOT = Path(__file__).parents[2]
 
@@ -49,6 +49,7 @@ def meaning(dotted: str) -> Meaning:
                 return Meaning(num_parts, package)
             if f"{module}.{rest[0]}" in STAYING_NAMES:
                 return Meaning(num_parts)
+            package = ELSEWHERE.get(f"{module}.{rest[0]}", package)
             return Meaning(
                 num_parts, package, rest[0], None if rest[0] in names_of(package) else _absent(package, rest[0])
             )

@@ -58,7 +58,8 @@ def describe_mesh(flags: Namespace) -> str:
         f"pp={mesh.pp}: stages, {flags.microbatches} microbatches by {flags.schedule}": mesh.pp,
         f"replicate={mesh.replicate}: copies": mesh.replicate,
         f"ep={mesh.ep}: each has its experts": mesh.ep,
-        f"dp={mesh.dp}: each keeps 1/{mesh.dp} of the parameters": mesh.dp,
+        f"dp={mesh.dp}: each keeps 1/{mesh.dp * mesh.cp} of the parameters": mesh.dp,
+        f"cp={mesh.cp}: sequences are cut": mesh.cp,
         f"tp={mesh.tp}: layers are cut": mesh.tp,
     }
     return "; ".join(text for text, size in words.items() if size > 1) or "none"

@@ -21,6 +21,7 @@ class MeshPlan:
     dp         parts of the batch; parameters are cut, and gathered where they are used
     ep         parts of the batch, too; each rank has other experts, to which tokens are sent. All other parameters are
                cut over dp and ep
+    cp         parts of each sequence, all of which have the batch's rows; parameters are cut over dp, ep and cp
     tp         parts of each layer
     """
 
@@ -28,6 +29,7 @@ class MeshPlan:
     replicate: int = 1
     dp: int = 1
     ep: int = 1
+    cp: int = 1
     tp: int = 1
 
     @property
@@ -49,7 +51,7 @@ def parse_mesh(text: str | None, num_ranks: int) -> MeshPlan:
     for part in text.split(",") if text else ():
         name, _, size = part.strip().partition("=")
         if name not in asdict(MeshPlan()) or name in sizes or not size.isdecimal() or int(size) == 0:
-            axes = "Axes are dp, replicate, ep, tp and pp, each once and 1 or more: dp=2,tp=2,pp=2."
+            axes = "Axes are dp, replicate, ep, cp, tp and pp, each once and 1 or more: dp=2,tp=2,pp=2."
             raise SettingError("train_llama --mesh", f"{text!r} is no mesh, because of {part.strip()!r}.", axes)
         sizes[name] = int(size)
     others = math.prod(size for name, size in sizes.items() if name != "dp")
@@ -64,11 +66,12 @@ def parse_mesh(text: str | None, num_ranks: int) -> MeshPlan:
 def check_fit(plan: MeshPlan, config: LlamaConfig, *, batch_size: int, seq_size: int, num_microbatches: int) -> None:
     """Raises SettingError where model or batch cannot be cut by the mesh."""
     by_rows = f"{plan.num_replicas} ranks along dp, ep and replicate, {num_microbatches} microbatches each,"
+    by_positions = f"cp={plan.cp} and tp={plan.tp}" if plan.cp > 1 else f"tp={plan.tp}"
     rules = [
         (f"tp={plan.tp}", plan.tp, "heads", config.num_heads),
         (f"tp={plan.tp}", plan.tp, "hidden_size", config.hidden_size),
         (f"tp={plan.tp}", plan.tp, "expert_size", config.expert_size),
-        (f"tp={plan.tp}", plan.tp, "--seq", seq_size),
+        (by_positions, plan.cp * plan.tp if plan.tp > 1 else 1, "--seq", seq_size),
         (by_rows, plan.num_replicas * num_microbatches, "--batch", batch_size),
     ]
     for who, number, what, size in rules:
@@ -78,6 +81,9 @@ def check_fit(plan: MeshPlan, config: LlamaConfig, *, batch_size: int, seq_size:
     if plan.ep > max(1, config.num_experts):
         problem = f"ep={plan.ep} is more ranks than the model has experts, {config.num_experts}."
         raise SettingError("train_llama --mesh", problem, "Give a smaller ep, or more --experts.")
+    if plan.cp > seq_size:
+        problem = f"cp={plan.cp} is more ranks than a sequence has positions, {seq_size}."
+        raise SettingError("train_llama --mesh", problem, "Give a smaller cp, or a larger --seq.")
     kv_heads, tp = config.num_kv_heads, plan.tp
     if kv_heads % tp and tp % kv_heads:
         problem = f"{kv_heads} heads of keys and values cannot be shared by tp={tp}."
@@ -85,13 +91,13 @@ def check_fit(plan: MeshPlan, config: LlamaConfig, *, batch_size: int, seq_size:
 
 
 def make_mesh(plan: MeshPlan, device: torch.device) -> disttrain.DeviceMesh:
-    """All axes, those of one rank too, and dp and ep as one, `shards`."""
+    """All axes, those of one rank too, and dp, ep and cp as one, `shards`."""
     sizes = asdict(plan)
     mesh = disttrain.init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    mesh["dp", "ep"]._flatten("shards")
+    mesh["dp", "ep", "cp"]._flatten("shards")
     return mesh
 
 
 def token_axis(mesh: disttrain.DeviceMesh) -> disttrain.DeviceMesh:
-    """The ranks whose experts' layers see different tokens, as one axis: tp cuts sequences between layers."""
-    return mesh["replicate", "dp", "ep", "tp"]._flatten("tokens")
+    """The ranks whose experts' layers see different tokens, as one axis: tp, too, cuts sequences between layers."""
+    return mesh["replicate", "dp", "ep", "cp", "tp"]._flatten("tokens")

@@ -5,7 +5,8 @@ Sources: Touvron et al., "LLaMA" (arXiv 2302.13971); Su et al., "RoFormer" (2104
 
 Shapes: B sequences, S tokens, L positions at most, D elements of a token's vector, H heads of E = D / H elements each.
 On ranks that cut layers by heads and activations along the sequence, each sees its heads, and between layers its part
-of S. So nothing below asks for a number of heads, nor for S outside attention.
+of S. So nothing below asks for a number of heads, nor for S outside attention. Where positions are cut throughout (cp),
+S are this rank's.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from disttrain import DeviceMesh
+from disttrain.context_parallel import own_positions
 from disttrain.experts import Balance, Experts, MixtureOfExperts, Router, RouterRule
 from llama.config import LlamaConfig
 
@@ -41,7 +43,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
-        """x (B, S, D), rotation (2, L, E / 2) -> (B, S, D)."""
+        """x (B, S, D), rotation (2, L, E / 2) of the first positions that are here -> (B, S, D)."""
         query, key, value = (
             project(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)  # (B, heads, S, E)
             for project in (self.query, self.key, self.value)
@@ -123,7 +125,7 @@ class Llama(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens (B, S) int64 -> logits of each one's next token (B, S, vocabulary)."""
         x = self.embedding(tokens)
-        rotation = rotation_of(self.config, self.length, tokens.device)
+        rotation = rotation_of(self.config, own_positions(self.length, tokens.device))
         for block in self.blocks:
             if self.recomputes and torch.is_grad_enabled():
                 x = checkpoint(block, x, rotation, use_reentrant=False)
@@ -148,9 +150,9 @@ class Llama(nn.Module):
         return input_size**-0.5
 
 
-def rotation_of(config: LlamaConfig, length: int, device: torch.device) -> Tensor:
-    """Cosines and sines of the first `length` positions' angles: (2, L, E / 2), in fp32."""
-    angles = torch.outer(torch.arange(length, device=device), frequencies(config, device))
+def rotation_of(config: LlamaConfig, positions: Tensor) -> Tensor:
+    """Cosines and sines of the positions' angles: (2, number of positions, E / 2), in fp32."""
+    angles = torch.outer(positions, frequencies(config, positions.device))
     return torch.stack((angles.cos(), angles.sin()))
 
 

@@ -1,8 +1,8 @@
 """A model on its ranks: cut into stages, each stage's layers cut, then sharded. No rank ever holds the whole.
 
 The order matters. Stages first, since each is a module of its own; layers (tp) and experts (ep) before parameters are
-sharded (dp);
-kernels take the place of layers that are cut already; what is compiled comes last, as hooks stay outside of graphs.
+sharded (dp, cp); kernels take the place of layers that are cut already; what is compiled comes last, as hooks stay
+outside of graphs.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def _fit_out(module: nn.Module, config: LlamaConfig, mesh: disttrain.DeviceMesh,
             fully_shard(block, mesh=shards, mp_policy=policy)
     fully_shard(module, mesh=shards, mp_policy=policy, shard_placement_fn=_across_uneven)
     if ways.compile:
-        compile_blocks(module, Block)
+        # Ranks exchange keys between graphs.
+        compile_blocks(module, Block, fullgraph=mesh["cp"].size() == 1)
 
 
 def _across_uneven(parameter: nn.Parameter) -> Shard | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 
 import disttrain
 from disttrain import kernels, tp
+from disttrain.context_parallel import cut_batch
 from disttrain.dtensor import DTensor, Shard
 from disttrain.experts import set_loss_scale
 from disttrain.pipelining import PipelineSchedule, Schedule, clip_grad_norm_, forward_only
@@ -54,6 +57,7 @@ class Whole:
         reduces_each: bool,
     ) -> None:
         self._model = placed.model
+        self._cp = mesh["cp"]
         self._loss = Loss(placed.model.config, mesh["tp"], is_lean=mesh["tp"].size() > 1)
         self._num_microbatches = num_microbatches
         # Routers have losses of their own, which are divided likewise; and gradients of theirs are summed over tp.
@@ -67,14 +71,18 @@ class Whole:
         total = torch.zeros((), device=batch.device, dtype=torch.float64)
         for number, rows in enumerate(batch.chunk(self._num_microbatches)):
             self._model.set_requires_gradient_sync(self._reduces_each or number == self._num_microbatches - 1)
-            loss = self._loss_of(rows) / self._num_microbatches
-            loss.backward()
+            with cut(rows, self._cp) as (tokens, targets, share):
+                loss = self._loss_of(tokens, targets) * (share / self._num_microbatches)
+                loss.backward()
             total += loss.detach()
         return total
 
     @torch.no_grad()
     def loss(self, batch: Tensor) -> Tensor:
-        losses = [self._loss_of(rows).double() for rows in batch.chunk(self._num_microbatches)]
+        losses = []
+        for rows in batch.chunk(self._num_microbatches):
+            with cut(rows, self._cp) as (tokens, targets, share):
+                losses.append(self._loss_of(tokens, targets).double() * share)
         return torch.stack(losses).mean()
 
     def clip(self, max_norm: float) -> Tensor:
@@ -85,8 +93,7 @@ class Whole:
     def logits(self, tokens: Tensor, place: int) -> Tensor:
         return self._loss.whole(self._model(tokens)[0, place])
 
-    def _loss_of(self, rows: Tensor) -> Tensor:
-        tokens, targets = rows[:, :-1], rows[:, 1:]
+    def _loss_of(self, tokens: Tensor, targets: Tensor) -> Tensor:
         if self._has_loss_in_head:
             with kernels.loss_from_head(self._model.head, targets):
                 return self._model(tokens)
@@ -102,17 +109,19 @@ class Pipelined:
         self._running = PipelineSchedule(placed.stages, schedule, self._loss)
         # One row at a time, for sampling.
         self._rows = PipelineSchedule(placed.stages, forward_only(schedule.placement, 1))
-        self._device = mesh.world.device
+        self._device, self._cp = mesh.world.device, mesh["cp"]
         set_loss_scale(placed.model, 1 / schedule.num_microbatches / mesh["tp"].size())
 
     def train(self, batch: Tensor) -> Tensor:
         losses: list[Tensor] = []
-        self._running.step(batch[:, :-1], target=batch[:, 1:], losses=losses, return_outputs=False)
+        with cut(batch, self._cp) as (tokens, targets, self._loss.share):
+            self._running.step(tokens, target=targets, losses=losses, return_outputs=False)
         return self._mean(losses)
 
     def loss(self, batch: Tensor) -> Tensor:
         losses: list[Tensor] = []
-        self._running.eval(batch[:, :-1], target=batch[:, 1:], losses=losses, return_outputs=False)
+        with cut(batch, self._cp) as (tokens, targets, self._loss.share):
+            self._running.eval(tokens, target=targets, losses=losses, return_outputs=False)
         return self._mean(losses)
 
     def clip(self, max_norm: float) -> Tensor:
@@ -132,7 +141,10 @@ class Loss:
     """Mean negative log-likelihood of each next token, in nats; logits may be cut along the vocabulary by `tp`.
 
     `is_lean`: beside logits there is only their gradient, no copy of them in fp32. Logits that are cut ask for it.
+    It is multiplied by `share`: see `cut`.
     """
+
+    share = 1.0
 
     def __init__(self, config: LlamaConfig, mesh: disttrain.DeviceMesh, *, is_lean: bool) -> None:
         self._is_lean = is_lean
@@ -142,8 +154,10 @@ class Loss:
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
         logits, targets = logits.flatten(0, 1), targets.flatten()
         if self._is_lean:
-            return tp.vocab_parallel_cross_entropy(logits, targets, self._mesh, vocab_size=self._vocabulary_size)
-        return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
+            loss = tp.vocab_parallel_cross_entropy(logits, targets, self._mesh, vocab_size=self._vocabulary_size)
+        else:
+            loss = F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
+        return loss * self.share
 
     def whole(self, logits: Tensor) -> Tensor:
         """(own part of the vocabulary,) -> (vocabulary,), on all ranks along `tp`."""
@@ -151,6 +165,21 @@ class Loss:
             return logits
         shape = torch.Size([self._vocabulary_size])
         return DTensor.from_local(logits, self._mesh, [Shard(0)], shape=shape, stride=(1,)).full_tensor()
+
+
+@contextmanager
+def cut(rows: Tensor, axis: disttrain.DeviceMesh) -> Iterator[tuple[Tensor, Tensor, float]]:
+    """This rank's part of the positions, where `axis` cuts them: inputs, targets, and its share.
+
+    That is its number of targets over the ranks' mean one: times it, the ranks' mean losses have the mean of all.
+    """
+    tokens, targets = rows[:, :-1], rows[:, 1:]
+    if axis.size() == 1:
+        yield tokens, targets, 1.0
+        return
+    batch = cut_batch(axis, tokens, targets=targets)
+    with batch.attention():
+        yield batch.input_ids, batch.targets, batch.targets.shape[1] * axis.size() / tokens.shape[1]
 
 
 def mean_loss(loss: Tensor, plan: MeshPlan) -> float:

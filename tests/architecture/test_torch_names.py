@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import disttrain
-from disttrain import checkpoint, dtensor, fsdp2, pipelining, tp
+from disttrain import checkpoint, context_parallel, dtensor, fsdp2, pipelining, tp
 from tests.pages.differences import (
     Alike,
     missing_arguments,
@@ -83,7 +83,8 @@ class Part:
 
     def here(self, name: str) -> Any:
         """Ours of this name; some of a part's names are disttrain's own."""
-        return getattr(self.ours, name, None) or (getattr(disttrain, name, None) if self.ours is dtensor else None)
+        found = getattr(self.ours, name, None) or (getattr(disttrain, name, None) if self.ours is dtensor else None)
+        return None if isinstance(found, ModuleType) else found  # a part of ours may have the name, too
 
 
 def _missing_attributes(
@@ -241,6 +242,15 @@ def test_what_tp_alone_has_is_on_the_page() -> None:
     for name in both:
         alone |= parameters(getattr(tp, name)).keys() - parameters(names[name]).keys()
     assert sorted(alone - names_alone("Tensor parallel")) == []
+
+
+@of_torch_213
+def test_context_parallel_takes_torchs_arguments() -> None:
+    theirs = importlib.import_module(f"{ROOT}tensor.experimental._attention")
+    missing: set[str] = set()
+    for name in ("context_parallel", "context_parallel_unshard", "set_rotate_method"):
+        missing |= missing_arguments(name, getattr(theirs, name), getattr(context_parallel, name))
+    assert missing == {"context_parallel_unshard(load_balancer)"} == missing & names_explained("Context parallel")
 
 
 def test_placements_are_made_and_asked_alike() -> None:

@@ -39,6 +39,11 @@ def _calls() -> dict[str, dict[str, Call]]:
             "full": lambda mesh: tensor.full((4, 4), 1.0, device_mesh=mesh, placements=cut),
             **makers,
         },
+        "disttrain.context_parallel": {
+            "context_parallel": lambda mesh: experimental.context_parallel(
+                mesh, buffers=[whole], buffer_seq_dims=[0]
+            ).__enter__()
+        },
         "disttrain.tp": {
             "parallelize_module": lambda mesh: parallel.parallelize_module(
                 nn.Linear(4, 4), mesh, parallel.ColwiseParallel()
@@ -50,9 +55,6 @@ def _calls() -> dict[str, dict[str, Call]]:
             "DistributedDataParallel": lambda mesh: nn.parallel.DistributedDataParallel(
                 nn.Linear(4, 4), device_mesh=mesh
             ),
-            "context_parallel": lambda mesh: experimental.context_parallel(
-                mesh, buffers=[whole], buffer_seq_dims=[0]
-            ).__enter__(),
         },
     }
 

@@ -19,6 +19,8 @@ MESHES = {
     "replicate=2,ep=2": (),
     "tp=2": (),
     "tp=2,ep=2": (),
+    "cp=2": (),
+    "ep=2,cp=2": (),
     "pp=2": ("--microbatches", "1", "--schedule", "GPipe"),
 }
 """Of a batch that one process has as one microbatch: losses of routers are of each microbatch."""

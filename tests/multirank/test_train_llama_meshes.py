@@ -19,6 +19,10 @@ MESHES = {
     "tp=4": ("--recompute",),
     "pp=2,tp=2": ("--kernels", "--schedule", "GPipe"),
     "replicate=2,tp=2": ("--microbatches", "2"),
+    "cp=3": ("--kernels", "--recompute"),
+    "dp=2,cp=2": ("--microbatches", "2"),
+    "cp=2,tp=2": ("--recompute",),
+    "cp=2,pp=2": ("--schedule", "1F1B"),
     # dp=2,tp=2 is the mesh of the save below; pipelines of four ranks are those of test_train_llama_tied.
     # Nothing else starts so many ranks, so that these come last.
     "dp=2,tp=2,pp=2": ("--schedule", "ZBV", "--microbatches", "4"),

@@ -36,7 +36,7 @@ def test_a_mesh_takes_all_ranks(text: str | None, num_ranks: int, plan: MeshPlan
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("dp=2,cp=4", "'dp=2,cp=4' is no mesh, because of 'cp=4'"),
+        ("dp=2,sp=4", "'dp=2,sp=4' is no mesh, because of 'sp=4'"),
         ("dp=2,dp=4", "because of 'dp=4'"),
         ("tp", "because of 'tp'"),
         ("tp=0", "because of 'tp=0'"),
@@ -82,6 +82,7 @@ def test_other_sizes_are_refused(text: str, problem: str) -> None:
         (["--model", "huge"], "'huge' is neither one of"),
         (["--mesh", "dp=4"], "'dp=4' has 4 places, the job 2 ranks"),
         (["--mesh", "tp=2", "--seq", "127"], "tp=2 cannot share --seq 127 evenly"),
+        (["--mesh", "cp=2", "--seq", "1"], "cp=2 is more ranks than a sequence has positions, 1"),
         (["--mesh", "pp=2", "--schedule", "2F2B"], "2F2B"),
         (["--schedule", "2F2B"], "2F2B"),
         (["--mesh", "pp=2", "--schedule", "ZBV", "--model", "tiny"], "ZBVZeroBubble on pp=2 has 4 stages, the model 2"),

@@ -125,3 +125,35 @@ def test_lines_are_those_of_the_new_text() -> None:
         "import torch.distributed\nimport torch\ntorch.distributed.barrier()\n\ntorch.distributed.rpc.x\n"
     )
     assert moved.text.splitlines()[moved.told[0].line - 1] == "torch.distributed.rpc.x"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (
+            "from torch.distributed.tensor.experimental import context_parallel, local_map\n",
+            "from disttrain.context_parallel import context_parallel\nfrom disttrain.dtensor import local_map\n",
+        ),
+        (
+            "from torch.distributed.tensor.experimental._attention import context_parallel_unshard as unshard\n",
+            "from disttrain.context_parallel import context_parallel_unshard as unshard\n",
+        ),
+        (
+            "import torch.distributed as dist\nwith dist.tensor.experimental.context_parallel(mesh):\n    f()\n",
+            "import disttrain as dist\nwith dist.context_parallel.context_parallel(mesh):\n    f()\n",
+        ),
+    ],
+)
+def test_context_parallel_has_a_part_of_its_own(before: str, after: str) -> None:
+    moved = move_source(before)
+    assert moved.text == after
+    assert moved.findings == ()
+    assert move_source(after).text == after
+
+
+def test_an_argument_of_context_parallel_that_is_not_here() -> None:
+    text = """
+        from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+        context_parallel_unshard(mesh, [x], [1], load_balancer=None)
+    """
+    assert [what for _, what in _told(text)] == ["context_parallel_unshard(load_balancer=)"]

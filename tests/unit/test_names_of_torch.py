@@ -51,7 +51,7 @@ def test_timeouts_of_stores_are_torchs() -> None:
     ("package", "name", "says"),
     [
         (disttrain, "shrink_group", r"which torch has: A group of the ranks that are left .* See docs/differences\.md"),
-        (dtensor, "context_parallel", "to come"),
+        (dtensor, "context_parallel", "It is in disttrain.context_parallel"),
         (fsdp2, "FullyShardedDataParallel", "FSDP2 replaces"),
         (tp, "input_reshard", "torch.utils.checkpoint"),
         (pipelining, "build_stage", "SplitModel.build_stage"),

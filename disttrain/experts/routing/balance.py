@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 
 from disttrain.errors import RoutingError, ShapeError
-from disttrain.experts.routing.axes import checked_axis, summed
+from disttrain.experts.routing.axes import summed
 from disttrain.experts.routing.choice import Routing, best, probabilities
 from disttrain.experts.routing.rule import RouterRule
 from disttrain.kernels.operators import define, differentiate
-from disttrain.mesh import DeviceMesh
+from disttrain.mesh import DeviceMesh, axis_of_several
 
 SCOPES = ("rank", "sequence", "batch")
 
@@ -151,7 +151,7 @@ def token_sums(
         squares.view(by_sequence).sum(1),
         length if mask is None else mask.view(by_sequence).sum(1),
     )
-    axis = checked_axis("balance_loss", axis)
+    axis = axis_of_several("balance_loss", axis)
     return sums if axis is None else _over(sums, axis)
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from disttrain.experts.routing.axes import checked_axis, summed
+from disttrain.experts.routing.axes import summed
 from disttrain.experts.routing.watch import RouterWatch
-from disttrain.mesh import DeviceMesh
+from disttrain.mesh import DeviceMesh, axis_of_several
 
 
 @torch.no_grad()
@@ -38,7 +38,7 @@ def update_expert_biases(module: nn.Module, axis: DeviceMesh | None = None, *, i
     Args: axis  the ranks of which tokens are counted together, a mesh of one axis; None: each router's batch_axis.
     Collective: every rank of the axis, one all-reduce; none where no router has a rate.
     """
-    axis = checked_axis("update_expert_biases", axis)
+    axis = axis_of_several("update_expert_biases", axis)
     by_axis: dict[DeviceMesh | None, list[tuple[torch.Tensor, RouterWatch]]] = {}
     for router in module.modules():
         watch, bias = router._modules.get("counters"), _bias_of(router)

@@ -7,9 +7,8 @@ from typing import NamedTuple
 import torch
 
 from disttrain.errors import DisttrainError, RoutingError, ShapeError
-from disttrain.experts.routing.axes import checked_axis
 from disttrain.experts.routing.rule import RouterRule
-from disttrain.mesh import DeviceMesh
+from disttrain.mesh import DeviceMesh, axis_of_several
 from disttrain.process_group import ReduceOp, all_reduce
 from disttrain.process_group._c10d import is_in_backward, is_traced
 from disttrain.process_group.functional.functions import group_of
@@ -51,7 +50,7 @@ def choose(
              a Router counts these tokens on the device, and `read_statistics` raises.
     Collective: on CPUs with an axis of several ranks, an all-reduce of one number.
     """
-    axis = checked_axis(OPERATION, axis)
+    axis = axis_of_several(OPERATION, axis)
     error = _misfit(logits, rule, expert_bias, mask)
     if error is not None:
         tell(error, axis)

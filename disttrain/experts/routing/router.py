@@ -8,14 +8,13 @@ import torch
 from torch import nn
 
 from disttrain.errors import ShapeError
-from disttrain.experts.routing.axes import checked_axis
 from disttrain.experts.routing.balance import Balance
 from disttrain.experts.routing.choice import Routing, choose, tell
 from disttrain.experts.routing.counters import KeepsDtypes
 from disttrain.experts.routing.logits import logits_of
 from disttrain.experts.routing.rule import RouterRule
 from disttrain.experts.routing.watch import RouterWatch
-from disttrain.mesh import DeviceMesh
+from disttrain.mesh import DeviceMesh, axis_of_several
 
 
 class Router(KeepsDtypes):
@@ -61,7 +60,7 @@ class Router(KeepsDtypes):
         self.hidden_size = hidden_size
         self.rule = rule
         balance = balance or Balance()
-        self.expert_axis = checked_axis("Router", expert_axis)
+        self.expert_axis = axis_of_several("Router", expert_axis)
         self.linear_dtype = linear_dtype
         self.weight = nn.Parameter(torch.empty(rule.num_experts, hidden_size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(rule.num_experts, device=device, dtype=dtype)) if bias else None

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from disttrain.errors import RoutingError
-from disttrain.experts.routing.axes import checked_axis, summed
+from disttrain.experts.routing.axes import summed
 from disttrain.experts.routing.counters import MEANS, RouterCounters
-from disttrain.mesh import DeviceMesh
+from disttrain.mesh import DeviceMesh, axis_of_several
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def read_statistics(module: nn.Module, axis: DeviceMesh | None = None) -> dict[s
     Raises:  RoutingError where tokens had nan in their scores, naming the routers; with an axis on all its ranks.
     Collective: with an axis, every rank, one all-reduce.
     """
-    axis = checked_axis("read_statistics", axis)
+    axis = axis_of_several("read_statistics", axis)
     named = {name.rpartition(".")[0]: each for name, each in module.named_modules() if isinstance(each, RouterCounters)}
     if not named:
         return {}

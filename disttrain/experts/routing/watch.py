@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from disttrain.experts.routing.axes import checked_axis
 from disttrain.experts.routing.balance import Balance, balance_of, token_sums, with_loss, z_of
 from disttrain.experts.routing.choice import Routing, probabilities
 from disttrain.experts.routing.counters import RouterCounters
 from disttrain.experts.routing.rule import RouterRule
-from disttrain.mesh import DeviceMesh
+from disttrain.mesh import DeviceMesh, axis_of_several
 
 
 class RouterWatch(RouterCounters):
@@ -32,7 +31,7 @@ class RouterWatch(RouterCounters):
         super().__init__(rule.num_experts, rule.top_k, device)
         self.rule = rule
         self.balance = balance
-        self.batch_axis = checked_axis("Router", batch_axis)
+        self.batch_axis = axis_of_several("Router", batch_axis)
         self.register_buffer("loss_scale", torch.ones((), device=device), persistent=False)
 
     def reset_buffer(self, name: str) -> None:

@@ -110,8 +110,8 @@ def _blocks(
                 masks.append(Causal())
     some, every = block_masks(Rules(tuple(masks)), num_queries, num_keys, like.device)
     pairs = (some & ~every, every)
-    by_queries = [table for blocks in pairs for table in _ordered(blocks)]
-    return by_queries + [table for blocks in pairs for table in _ordered(blocks.mT)]
+    by_queries = [table for blocks in pairs for table in ordered(blocks)]
+    return by_queries + [table for blocks in pairs for table in ordered(blocks.mT)]
 
 
 def _shapes_of_blocks(
@@ -163,7 +163,7 @@ def _ends(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return first, (first + BLOCK_SIZE - 1).clamp(max=size - 1)
 
 
-def _ordered(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def ordered(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The number of blocks of keys that each block of queries takes, and their indices first; contiguous, as kernels
     read them."""
     # Sorted, a transposed tensor stays transposed.

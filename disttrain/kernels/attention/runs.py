@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Final, cast
 
 import torch
 import torch.nn.functional as F
 
 from disttrain.dtensor._torch import as_one_call
-from disttrain.kernels._torch import cudnn_attention, efficient_attention, flash_attention
+from disttrain.kernels._torch import cudnn_attention, efficient_attention, flash_attention, without_modes
+from disttrain.kernels.attention.context.current import ENTERED
 from disttrain.kernels.attention.flex import flex
 from disttrain.kernels.attention.plan import CUDNN, DENSE, EFFICIENT, FLASH, FLEX, SDPA
 from disttrain.kernels.attention.rules import Rule, ScoreIndices, changed, masks_of, seen, window_of
@@ -22,6 +24,7 @@ from disttrain.kernels.choice import wide_dtype
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Rule | None, float | None], torch.Tensor]
 
+_TORCHS: Final = F.scaled_dot_product_attention
 _ALIGNMENT: Final = 8
 """Kernels read so many elements of 16 bits at once."""
 
@@ -69,9 +72,11 @@ def _sdpa(
     is_seen = None
     if masks_of(rule) and not is_causal:
         is_seen = seen(rule, indices_of((*query.shape[:3], key.shape[2]), query.device))
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=is_seen, is_causal=is_causal, scale=scale, **option_of_groups(query, key)
-    )
+    # Where a model's calls of torch's function become calls of `attention`, this one is none of them.
+    with without_modes() if ENTERED else nullcontext():
+        return _TORCHS(
+            query, key, value, attn_mask=is_seen, is_causal=is_causal, scale=scale, **option_of_groups(query, key)
+        )
 
 
 def option_of_groups(query: torch.Tensor, key: torch.Tensor) -> dict[str, bool]:
@@ -115,11 +120,11 @@ def _aligned(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Pads heads with zeros to a multiple of 8 elements, each tensor in one piece that begins at 16 bytes."""
-    return _aligned_tensor(query), _aligned_tensor(key), _aligned_tensor(value)
+    return aligned(query), aligned(key), aligned(value)
 
 
 @as_one_call
-def _aligned_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """One call in a graph, as Dynamo does not tell where in memory a tensor begins."""
     rest = tensor.shape[-1] % _ALIGNMENT
     if rest:

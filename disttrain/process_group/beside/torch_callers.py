@@ -14,6 +14,7 @@ from disttrain.errors import HalfMovedError
 
 OURS: Final = {
     "disttrain": ("DeviceMesh", "init_device_mesh"),
+    "disttrain.context_parallel": ("context_parallel",),
     "disttrain.dtensor": (
         *("DTensor", "distribute_module", "distribute_tensor", "empty", "full", "local_map", "ones", "rand", "randn"),
         "zeros",

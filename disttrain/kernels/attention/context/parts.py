@@ -87,7 +87,7 @@ def positions_of(ranges: Sequence[range], device: torch.device | str = "cpu") ->
     """All positions of some ranges, one behind the other, as int64."""
     if not ranges:
         return torch.empty(0, dtype=torch.int64, device=device)
-    return torch.cat([torch.arange(run.start, run.stop, device=device) for run in ranges])
+    return torch.cat([torch.arange(run.start, run.stop, run.step, device=device) for run in ranges])
 
 
 def contiguous(length: int, num_ranks: int) -> Parts:

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from disttrain.kernels.attention.context.parts import Parts
+from disttrain.kernels.attention.context.parts import Parts, positions_of
 from disttrain.kernels.attention.rules import BLOCK_SIZE, Blocks, Documents, Mask, Prefix, Rule, Rules, masks_of
 
 _NUM_KEPT = 64
@@ -42,7 +45,7 @@ class Tiles:
 
     def needed(self, rank: int, source: int) -> tuple[range, ...]:
         """The keys of `source` that some query of `rank` sees: in growing order, apart from each other."""
-        return _united([tile.keys for tile in self.of(rank, source)])
+        return united([tile.keys for tile in self.of(rank, source)])
 
     def num_needed(self, rank: int, source: int) -> int:
         return sum(map(len, self.needed(rank, source)))
@@ -51,15 +54,8 @@ class Tiles:
     def work(self) -> tuple[float, ...]:
         """Of each rank, the number of pairs of a query and a key that it sees; those of blocks that are seen in part
         count half."""
-        return tuple(
-            sum(
-                _seen_area(self.rule, queries, keys)
-                for queries in ranges
-                for source in self.parts.ranges
-                for keys in source
-            )
-            for ranges in self.parts.ranges
-        )
+        everything = [keys for ranges in self.parts.ranges for keys in ranges]
+        return tuple(_seen_area(self.rule, queries, everything) for queries in self.parts.ranges)
 
     @property
     def imbalance(self) -> float:
@@ -95,67 +91,102 @@ def tiles_of(parts: Parts, rule: Rule | None) -> Tiles:
 
 @lru_cache(64 * _NUM_KEPT)
 def _tiles(tiles: Tiles, rank: int, source: int) -> tuple[Tile, ...]:
-    parts = tiles.parts
-    return tuple(
-        tile
-        for queries in parts.ranges[rank]
-        for keys in parts.ranges[source]
-        for tile in _of_ranges(tiles.rule, queries, keys)
-    )
+    found = found_tiles(tiles.rule, tiles.parts.ranges[rank], tiles.parts.ranges[source])
+    return tuple(each.tile for each in found)
 
 
-def _of_ranges(rule: Rule | None, queries: range, keys: range) -> Iterator[Tile]:
-    """For each run of blocks of keys that some of the queries see: these, and the queries from the first to the last
-    that see one."""
-    if rule is None:
-        yield Tile(queries, keys, True)
-        return
-    query_starts, key_starts = _starts(queries), _starts(keys)
-    some, every = _seen_blocks(rule, queries, keys)
-    for columns in _runs(some.any(0).tolist()):
-        rows = [*_runs(some[:, columns.start : columns.stop].any(1).tolist())]
-        taken = range(rows[0].start, rows[-1].stop)
-        sees_all = bool(every[taken.start : taken.stop, columns.start : columns.stop].all())
-        yield Tile(_positions(query_starts, queries, taken), _positions(key_starts, keys, columns), sees_all)
+class FoundTile(NamedTuple):
+    """A tile, the numbers of the runs that it lies in, and the masks that hide something of it."""
+
+    tile: Tile
+    query_run: int
+    key_run: int
+    hiding: tuple[Mask, ...]
 
 
-def _seen_blocks(rule: Rule | None, queries: range, keys: range) -> tuple[torch.Tensor, torch.Tensor]:
-    """(blocks of queries, blocks of keys): where some sequence's queries may see a key, where all see all."""
-    (first_query, last_query), (first_key, last_key) = _ends(queries), _ends(keys)
-    blocks = Blocks(first_query[:, None], last_query[:, None], first_key[None], last_key[None])
-    some = every = torch.ones(len(first_query), len(first_key), dtype=torch.bool)
-    for mask in masks_of(rule):
+def found_tiles(rule: Rule | None, queries: Sequence[range], keys: Sequence[range]) -> Iterator[FoundTile]:
+    """Finds, in each run of queries and of keys, the runs of blocks of keys that some queries see, with the queries
+    from the first to the last that see one."""
+    masks = masks_of(rule)
+    rows, columns = _Blocks.of(queries), _Blocks.of(keys)
+    some, every = _seen_blocks(masks, rows, columns)
+    for query_run, key_run in _pairs_of_runs(some, rows, columns):
+        first_row, first_column = rows.firsts[query_run], columns.firsts[key_run]
+        block = (
+            slice(first_row, rows.firsts[query_run + 1]),
+            slice(first_column, columns.firsts[key_run + 1]),
+        )
+        seen = some[block]
+        for taken_columns in _runs(np.logical_or.reduce(seen, 0).tolist()):
+            taken_rows = [*_runs(np.logical_or.reduce(seen[:, taken_columns.start : taken_columns.stop], 1).tolist())]
+            taken = range(taken_rows[0].start, taken_rows[-1].stop)
+            part = (
+                slice(first_row + taken.start, first_row + taken.stop),
+                slice(first_column + taken_columns.start, first_column + taken_columns.stop),
+            )
+            hiding = tuple(mask for mask, table in zip(masks, every, strict=True) if not table[part].all())
+            tile = Tile(_positions(queries[query_run], taken), _positions(keys[key_run], taken_columns), not hiding)
+            yield FoundTile(tile, query_run, key_run, hiding)
+
+
+class _Blocks(NamedTuple):
+    """The blocks of some runs of positions, one behind the other."""
+
+    first: torch.Tensor
+    last: torch.Tensor
+    firsts: list[int]
+    """The number of the first block of each run, and of all blocks."""
+
+    @classmethod
+    def of(cls, runs: Sequence[range]) -> _Blocks:
+        first = positions_of([range(run.start, run.stop, BLOCK_SIZE) for run in runs])
+        counts = [len(range(run.start, run.stop, BLOCK_SIZE)) for run in runs]
+        stops = torch.tensor([run.stop for run in runs], dtype=torch.int64)
+        ends = stops.repeat_interleave(torch.tensor(counts, dtype=torch.int64)) - 1
+        return cls(first, torch.minimum(first + BLOCK_SIZE - 1, ends), [0, *accumulate(counts)])
+
+    @property
+    def sizes(self) -> torch.Tensor:
+        return (self.last - self.first + 1).double()
+
+
+def _seen_blocks(
+    masks: Sequence[Mask], rows: _Blocks, columns: _Blocks
+) -> tuple[NDArray[np.bool_], list[NDArray[np.bool_]]]:
+    """(blocks of queries, blocks of keys): where some sequence's queries may see a key; by mask, where all see all."""
+    blocks = Blocks(rows.first[:, None], rows.last[:, None], columns.first[None], columns.last[None])
+    some = torch.ones(len(rows.first), len(columns.first), dtype=torch.bool)
+    every = []
+    for mask in masks:
         maybe, surely = mask.sees_blocks(blocks)
-        some, every = some & maybe, every & surely
+        some = some & maybe
+        every.append((surely.flatten(0, -3).all(0) if surely.dim() > 2 else surely).expand(some.shape[-2:]).numpy())
     if some.dim() > 2:
         # Sequences of a batch that see different keys are computed together.
-        some, every = some.flatten(0, -3).any(0), every.flatten(0, -3).all(0)
-    return some, every
+        some = some.flatten(0, -3).any(0)
+    return some.numpy(), every
 
 
-def _seen_area(rule: Rule | None, queries: range, keys: range) -> float:
-    if rule is None:
-        return float(len(queries) * len(keys))
-    some, every = _seen_blocks(rule, queries, keys)
-    (first_query, last_query), (first_key, last_key) = _ends(queries), _ends(keys)
-    weight = (some.double() + every.double()) / 2
-    heights, widths = (last_query - first_query + 1).double(), (last_key - first_key + 1).double()
-    return float(heights @ weight @ widths)
+def _pairs_of_runs(some: NDArray[np.bool_], rows: _Blocks, columns: _Blocks) -> Iterator[tuple[int, int]]:
+    """The runs of queries and of keys that have something to do with each other."""
+    if not some.size:
+        return
+    by_runs = np.logical_or.reduceat(np.logical_or.reduceat(some, rows.firsts[:-1], 0), columns.firsts[:-1], 1)
+    yield from zip(*map(np.ndarray.tolist, by_runs.nonzero()), strict=True)
 
 
-def _starts(run: range) -> Sequence[int]:
-    return range(run.start, run.stop, BLOCK_SIZE)
+def _seen_area(rule: Rule | None, queries: Sequence[range], keys: Sequence[range]) -> float:
+    rows, columns = _Blocks.of(queries), _Blocks.of(keys)
+    some, every = _seen_blocks(masks_of(rule), rows, columns)
+    all_see = np.logical_and.reduce([np.ones_like(some), *every]) & some
+    weight = torch.from_numpy(some).double().add_(torch.from_numpy(all_see)).div_(2)
+    return float(rows.sizes @ weight @ columns.sizes)
 
 
-def _ends(run: range) -> tuple[torch.Tensor, torch.Tensor]:
-    """First and last position of each block of a run."""
-    first = torch.arange(run.start, run.stop, BLOCK_SIZE)
-    return first, (first + BLOCK_SIZE - 1).clamp(max=run.stop - 1)
-
-
-def _positions(starts: Sequence[int], run: range, blocks: range) -> range:
-    stop = starts[blocks.stop] if blocks.stop < len(starts) else run.stop
-    return range(starts[blocks.start], stop)
+def _positions(run: range, blocks: range) -> range:
+    """Where some blocks of a run are."""
+    start = run.start + blocks.start * BLOCK_SIZE
+    return range(start, min(run.start + blocks.stop * BLOCK_SIZE, run.stop))
 
 
 def _runs(marks: Sequence[bool]) -> Iterator[range]:
@@ -169,11 +200,12 @@ def _runs(marks: Sequence[bool]) -> Iterator[range]:
             start = None
 
 
-def _united(ranges: Sequence[range]) -> tuple[range, ...]:
-    united: list[range] = []
+def united(ranges: Sequence[range]) -> tuple[range, ...]:
+    """The same positions, in growing order; runs that meet or overlap are one."""
+    runs: list[range] = []
     for run in sorted(ranges, key=lambda each: (each.start, each.stop)):
-        if united and run.start <= united[-1].stop:
-            united[-1] = range(united[-1].start, max(united[-1].stop, run.stop))
+        if runs and run.start <= runs[-1].stop:
+            runs[-1] = range(runs[-1].start, max(runs[-1].stop, run.stop))
         else:
-            united.append(run)
-    return tuple(united)
+            runs.append(run)
+    return tuple(runs)

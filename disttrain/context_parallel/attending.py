@@ -1,0 +1,155 @@
+"""Has a model's attention look across the ranks of an axis while a block runs, whichever function it calls.
+
+Three are met: `kernels.attention`, which asks by itself (`using`); torch's scaled_dot_product_attention, however it was
+imported; and that of models of transformers (`pretrained.py`), which make masks of their own otherwise.
+
+torch's function is replaced where it lies, since torch's own functions call it there, and looked for by a mode, since a
+module may have imported it by name. Both hold on the threads on which a backward computes blocks anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from inspect import signature
+from threading import Lock
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from disttrain.context_parallel.faults import refuse, refuse_dropout, refuse_mask
+from disttrain.context_parallel.pretrained import attention_of_transformers
+from disttrain.kernels import Causal, attention
+from disttrain.kernels.attention.context.current import current_cut, using
+from disttrain.kernels.attention.context.parts import Parts
+from disttrain.kernels.attention.rules import Mask, Rule, Rules
+from disttrain.mesh import DeviceMesh
+from disttrain.process_group._torch import outside_graphs, run_outside
+
+NAME: Final = "scaled_dot_product_attention"
+_TORCHS: Final = F.scaled_dot_product_attention
+_SIGNATURE_OF_HEADS: Final = signature(F.multi_head_attention_forward)
+
+
+@contextmanager
+def attending(parts: Parts, axis: DeviceMesh, way: str | None = None, within: Mask | None = None) -> Iterator[None]:
+    """Attention within the block, and in backwards that run there, is that of sequences cut by `parts` over `axis`.
+
+    Args: within  what calls without a rule of ours see at most, such as their own document.
+    """
+    with using(parts, axis, way), _BLOCKS.entered(within), _Mode():
+        yield
+
+
+class _Blocks:
+    """The blocks that are open in this process. With the first of them torch's function, and those of transformers, are
+    replaced, and with the last they are put back: ranks that are threads enter and leave in any order."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._within: dict[int, Mask | None] = {}
+        self._replaced = ExitStack()
+
+    @contextmanager
+    def entered(self, within: Mask | None) -> Iterator[None]:
+        key = id(current_cut())
+        with self._lock:
+            if not self._within:
+                self._replaced.enter_context(_replacing())
+                self._replaced.enter_context(attention_of_transformers(self.within))
+            self._within[key] = within
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._within[key]
+                if not self._within:
+                    self._replaced.close()
+
+    def within(self) -> Mask | None:
+        """What calls of this rank see at most. Raises LookupError where it is in no block."""
+        return self._within[id(current_cut())]
+
+
+_BLOCKS: Final = _Blocks()
+
+
+class _Mode(TorchFunctionMode):
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is _TORCHS:
+            return _attended_here(*args, **kwargs or {})
+        if func is F.multi_head_attention_forward:
+            _check_heads(*args, **kwargs or {})
+            # To Dynamo it is one call, which it would make with tensors that have no values.
+            return run_outside(partial(func, *args, **kwargs or {}))
+        return func(*args, **kwargs or {})
+
+
+@contextmanager
+def _replacing() -> Iterator[None]:
+    before = F.scaled_dot_product_attention
+
+    def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return before(*args, **kwargs) if current_cut() is None else _attended_here(*args, **kwargs)
+
+    F.scaled_dot_product_attention = scaled_dot_product_attention
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = before
+
+
+@outside_graphs
+def _attended_here(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return attended_across(*args, within=_BLOCKS.within(), **kwargs)
+
+
+def attended_across(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    within: Mask | None = None,
+) -> torch.Tensor:
+    """Computes torch's function of sequences that are cut. Raises LayoutError for a mask in memory and for dropout."""
+    if attn_mask is not None:
+        refuse_mask(NAME, tuple(attn_mask.shape))
+    if dropout_p > 0.0:
+        refuse_dropout(NAME, dropout_p)
+    if query.dim() == 3:
+        query, key, value = (tensor.unsqueeze(0) for tensor in (query, key, value))
+        return attended_across(query, key, value, None, 0.0, is_causal, scale, enable_gqa, within=within).squeeze(0)
+    if not enable_gqa and query.dim() == 4 and query.shape[1] != key.shape[1]:
+        problem = f"query has {query.shape[1]} heads and key {key.shape[1]}, without enable_gqa."
+        refuse(NAME, problem, "Give enable_gqa=True.")
+    return attention(query, key, value, both(Causal() if is_causal else None, within), scale=scale)
+
+
+def both(rule: Rule | None, within: Mask | None) -> Rule | None:
+    """The conjunction of those that are there. Caches find it again by its parts."""
+    if rule is None or within is None:
+        return within if rule is None else rule
+    return Rules((rule, within))
+
+
+def _check_heads(*args: Any, **kwargs: Any) -> None:
+    """nn.MultiheadAttention makes the scores itself where it is to give them back."""
+    bound = _SIGNATURE_OF_HEADS.bind(*args, **kwargs)
+    bound.apply_defaults()
+    if bound.arguments["need_weights"]:
+        problem = "it is to give back the weights, which are those of this rank's positions alone."
+        refuse("multi_head_attention_forward", problem, "Call nn.MultiheadAttention with need_weights=False.")

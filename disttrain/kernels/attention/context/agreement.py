@@ -1,0 +1,81 @@
+"""Lets the ranks of an axis compare what they are about to compute, before anybody waits for keys that nobody sends.
+
+On CPUs they do so at each call, by one number each. On GPUs, where the host would wait, they do so where a rank's call
+is another than its last one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Final
+from weakref import WeakKeyDictionary
+
+import torch
+
+from disttrain import errors
+from disttrain.errors import DisttrainError, ShapeError
+from disttrain.process_group import ProcessGroup, all_gather_into_tensor, all_gather_object
+from disttrain.process_group.watching.refusals import ANY
+
+NAME: Final = "attention"
+_REFUSED: Final = -1
+Fields = Mapping[str, str]
+
+_LAST: Final[WeakKeyDictionary[ProcessGroup, int]] = WeakKeyDictionary()
+"""The number of the last call of a group that all its ranks have agreed about."""
+
+
+def agree(group: ProcessGroup, device: torch.device, fields: Fields, error: DisttrainError | None) -> None:
+    """Returns if all ranks of the group are about to compute what these fields say.
+
+    Args:   error  this rank's reason not to.
+    Raises: on all ranks: this rank's error, or that of the first rank that has one, or ShapeError that names what is
+            not alike.
+    Collective: on CPUs, and elsewhere if the fields are not those of the last call.
+    """
+    number = _REFUSED if error is not None else _number_of(fields)
+    if device.type != "cpu":
+        if error is not None:
+            # The others may not be comparing.
+            group.refuse(NAME, error, ANY)
+            raise error
+        if _LAST.get(group) == number:
+            return
+    numbers = torch.empty(group.group_size, dtype=torch.int64, device=device)
+    all_gather_into_tensor(numbers, torch.tensor([number], device=device), group)
+    if error is None and bool((numbers == number).all()):
+        _LAST[group] = number
+        return
+    answers: list[tuple[dict[str, str], list[str]]] = [({}, [])] * group.group_size
+    reason = [] if error is None else [type(error).__name__, error.problem, error.remedy]
+    all_gather_object(answers, (dict(fields), reason), group)
+    raise error or _answer(group, answers)
+
+
+def _number_of(fields: Fields) -> int:
+    text = repr(sorted(fields.items())).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
+
+
+def _answer(group: ProcessGroup, answers: list[tuple[dict[str, str], list[str]]]) -> DisttrainError:
+    own_rank = group.world.rank
+    for rank, (_, reason) in zip(group.members, answers, strict=True):
+        if reason:
+            kind, problem, remedy = reason
+            error: type[DisttrainError] = getattr(errors, kind, ShapeError)
+            return error(NAME, f"on rank {rank}: {problem}", remedy, rank=own_rank)
+    differing = []
+    for name in answers[0][0]:
+        ranks_by_value: dict[str, list[int]] = {}
+        for rank, (fields, _) in zip(group.members, answers, strict=True):
+            ranks_by_value.setdefault(fields.get(name, ""), []).append(rank)
+        if len(ranks_by_value) > 1:
+            said = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in ranks_by_value.items())
+            differing.append(f"{name}: {said}")
+    problem = f"the ranks of the axis call it differently: {'; '.join(differing)}."
+    return ShapeError(NAME, problem, "Give all ranks the same but for their own positions.", rank=own_rank)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,63 @@
+"""Tells attention, however deep in a model it is called, over which mesh axis positions are cut, and how.
+
+This file loads nothing of what computes: every call of attention looks here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from disttrain.process_group._torch import outside_graphs
+from disttrain.process_group.current import current_world
+
+if TYPE_CHECKING:
+    from disttrain.kernels.attention.context.parts import Parts
+    from disttrain.mesh import DeviceMesh
+
+
+class Cut(NamedTuple):
+    """A mesh of one axis, and which positions each of its ranks has."""
+
+    parts: Parts
+    axis: DeviceMesh
+    way: str | None
+
+
+ENTERED: Final[list[Cut]] = []
+"""Of the process, not of a thread: a backward, which computes anew what was not kept, runs on another one."""
+
+
+@contextmanager
+def using(parts: Parts, axis: DeviceMesh, way: str | None = None) -> Iterator[None]:
+    """Has attention within the block, and within backwards that run there, take its positions as cut by `parts` over
+    `axis`."""
+    cut = Cut(parts, axis, way)
+    ENTERED.append(cut)
+    try:
+        yield
+    finally:
+        # Ranks that are threads enter and leave in any order.
+        place = next(place for place in reversed(range(len(ENTERED))) if ENTERED[place] is cut)
+        del ENTERED[place]
+
+
+@outside_graphs
+def current_cut() -> Cut | None:
+    """The cut of the innermost block that this rank is in."""
+    if not ENTERED:
+        return None
+    # Ranks that are threads have each a world, and enter blocks of their own.
+    world = current_world("attention")
+    return next((cut for cut in reversed(ENTERED) if cut.axis.get_group().world is world), None)
+
+
+def given_or_current(
+    axis: DeviceMesh | None, parts: Parts | None, way: str | None
+) -> tuple[DeviceMesh | None, Parts | None, str | None]:
+    """What a call is given; what it is not given is that of the block, if that is of the same axis."""
+    cut = current_cut() if ENTERED else None
+    if cut is None or (axis is not None and axis != cut.axis):
+        return axis, parts, way
+    return cut.axis, parts or cut.parts, way or cut.way

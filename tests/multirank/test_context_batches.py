@@ -1,0 +1,210 @@
+"""Batches that are cut over ranks: what each rank gets, and models that train on them as one process does."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import disttrain
+from disttrain.context_parallel import cut_batch, own_positions
+from disttrain.dtensor import DTensor
+from disttrain.errors import ArgumentError, DisttrainError, LayoutError, MeshError, RankMismatchError, ShapeError
+from disttrain.fsdp2 import fully_shard
+from disttrain.kernels import Causal, Documents, SlidingWindow, linear_cross_entropy, use_kernels
+from disttrain.testing.pytest_plugin import on_ranks
+
+VOCAB, NUM_ROWS = 37, 2
+
+
+def axis() -> disttrain.DeviceMesh:
+    return disttrain.init_device_mesh("cpu", (disttrain.get_world_size(),), mesh_dim_names=("cp",))
+
+
+def rows(length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(VOCAB, (NUM_ROWS, length), generator=torch.Generator().manual_seed(seed))
+
+
+@on_ranks(1, 2, 3)
+def test_parts_join_to_what_was_shifted_whole() -> None:
+    mesh = axis()
+    for length in (1, 2, 7, 12):
+        tokens = rows(length)
+        labels = tokens.masked_fill(tokens % 5 == 0, -100)
+        ids = torch.arange(length) // 3
+        batch = cut_batch(mesh, tokens, labels=labels, document_ids=ids)
+        assert torch.equal(batch.unshard(batch.input_ids, 1), tokens)
+        assert torch.equal(batch.unshard(batch.position_ids, 1), (torch.arange(length) % 3).expand_as(tokens))
+        assert batch.document_ids is not None
+        assert torch.equal(batch.unshard(batch.document_ids, 1), ids.expand_as(tokens))
+        expected = F.pad(labels[:, 1:], (0, 1), value=-100)
+        expected[:, 2::3] = -100
+        assert torch.equal(batch.unshard(batch.targets, 1), expected)
+        assert batch.num_targets == (expected != -100).sum()
+        given = cut_batch(mesh, tokens, targets=tokens)
+        assert torch.equal(given.targets, given.input_ids)
+        assert given.document_ids is None
+        with given.attention():
+            assert torch.equal(own_positions(length), given.position_ids[0])
+        assert torch.equal(own_positions(length), torch.arange(length))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB, bias=False)
+        self.projections = nn.Linear(8, 24, bias=False)
+        self.double()
+
+    def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + position_ids.unsqueeze(-1) / 7
+        query, key, value = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.projections(x).chunk(3, -1))
+        return x + F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(-2)
+
+
+def expected_of(model: Model, tokens: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
+    """The loss of whole sequences, document by document."""
+    losses = []
+    for row in range(len(tokens)):
+        own = torch.zeros_like(tokens[row]) if ids is None else ids[row]
+        for document in own.unique():
+            piece = tokens[row, own == document].unsqueeze(0)
+            hidden = model(piece, torch.arange(piece.shape[1]).unsqueeze(0))
+            losses.append(F.cross_entropy(model.head(hidden)[0, :-1], piece[0, 1:], reduction="none"))
+    return torch.cat(losses).mean()
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("ways", ["plain", "documents", "documents and kernels"])
+def test_losses_and_gradients_of_unequal_parts_are_those_of_one_process(ways: str) -> None:
+    mesh, tokens = axis(), rows(11)
+    # With documents that end elsewhere in each row.
+    ids = torch.stack([torch.arange(11) // 4, torch.arange(11) // 7]) if ways != "plain" else None
+    reference, model = Model(), Model()
+    expected = expected_of(reference, tokens, ids)
+    expected.backward()
+    if "kernels" in ways:
+        use_kernels(model, report=lambda _: None)
+    fully_shard(model, mesh=mesh)
+    # There are two heads, for as many ranks or none.
+    batch = cut_batch(mesh, tokens, document_ids=ids, way="heads" if mesh.size() == 2 else None)
+    with batch.attention():
+        hidden = model(batch.input_ids, batch.position_ids)
+        model.unshard()
+        total = linear_cross_entropy(hidden, model.head.weight, batch.targets, reduction="sum")
+        loss = batch.mean(total)
+        loss.backward()
+    shown = loss.detach().clone()
+    disttrain.all_reduce(shown, disttrain.ReduceOp.AVG)
+    torch.testing.assert_close(shown, expected.detach())
+    for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert isinstance(parameter.grad, DTensor)
+        torch.testing.assert_close(parameter.grad.full_tensor(), other.grad)
+
+
+@on_ranks(4)
+def test_means_are_over_the_ranks_of_both_axes() -> None:
+    mesh = disttrain.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    both = mesh["dp", "cp"]._flatten("dp_cp")
+    reference, model = Model(), Model()
+    tokens = torch.cat([rows(9), rows(9, seed=1)])
+    labels = tokens.clone()
+    labels[:3, :6] = -100
+    targets = F.pad(labels[:, 1:], (0, 1), value=-100)
+    hidden = reference(tokens, torch.arange(9).expand_as(tokens))
+    F.cross_entropy(reference.head(hidden).flatten(0, 1), targets.flatten()).backward()
+    fully_shard(model, mesh=both)
+    own = slice(2 * mesh.get_local_rank("dp"), 2 * mesh.get_local_rank("dp") + 2)
+    batch = cut_batch(mesh["cp"], tokens[own], labels=labels[own], way="ring")
+    with batch.attention():
+        hidden = model(batch.input_ids, batch.position_ids)
+        model.unshard()
+        batch.mean(linear_cross_entropy(hidden, model.head.weight, batch.targets, reduction="sum"), both).backward()
+    for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert isinstance(parameter.grad, DTensor)
+        torch.testing.assert_close(parameter.grad.full_tensor(), other.grad)
+    with pytest.raises(MeshError, match="2 axes"):
+        batch.mean(torch.zeros(()), mesh)
+
+
+@on_ranks(2)
+def test_without_a_target_the_loss_is_nan_and_its_gradient_zero() -> None:
+    batch = cut_batch(axis(), rows(1))
+    total = torch.zeros((), requires_grad=True)
+    loss = batch.mean(total * 2)
+    loss.backward()
+    assert loss.isnan()
+    assert total.grad == 0
+
+
+def pretrained(name: str) -> Any:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import transformers as hf  # here, since it takes seconds and few tests need it
+
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "intermediate_size": 20, "max_position_embeddings": 32}
+    torch.manual_seed(0)
+    if name == "qwen2":
+        window = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
+        return hf.Qwen2ForCausalLM(hf.Qwen2Config(**sizes, **window)).double()
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, attn_implementation=name)).double()
+
+
+@on_ranks(2, 3, timeout_s=100)
+@pytest.mark.parametrize("name", ["sdpa", "eager", "qwen2"])
+def test_models_of_transformers_train_as_they_are(name: str) -> None:
+    mesh, tokens = axis(), rows(11)
+    reference, model = pretrained(name), pretrained(name)
+    if name != "eager":
+        model.gradient_checkpointing_enable()
+        use_kernels(model, report=lambda _: None)
+    expected = reference(input_ids=tokens, labels=tokens).loss
+    expected.backward()
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    batch = cut_batch(mesh, tokens, rule=Causal() & SlidingWindow(3) if name == "qwen2" else None)
+    model.train()
+    with batch.attention():
+        # transformers' own loss takes labels that are shifted already.
+        told = {"labels": batch.targets, "shift_labels": batch.targets, "num_items_in_batch": 1}
+        loss = batch.mean(model(input_ids=batch.input_ids, position_ids=batch.position_ids, **told).loss)
+        loss.backward()
+    shown = loss.detach().clone()
+    disttrain.all_reduce(shown, disttrain.ReduceOp.AVG)
+    torch.testing.assert_close(shown, expected.detach())
+    for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), other.grad)
+    with batch.attention(), pytest.raises(LayoutError, match="attention_mask of shape"):
+        model(input_ids=batch.input_ids, attention_mask=torch.ones_like(batch.input_ids))
+    # Behind the block transformers is what it was.
+    torch.testing.assert_close(model(input_ids=tokens, labels=tokens).loss, expected)
+
+
+@on_ranks(2)
+def test_batches_that_cannot_be_cut_are_refused_on_all_ranks() -> None:
+    mesh, is_odd = axis(), disttrain.get_rank() == 1
+    tokens = rows(6)
+    with pytest.raises(ShapeError, match=r"input_ids is \(12,\)"):
+        cut_batch(mesh, tokens.flatten())
+    with pytest.raises(ArgumentError, match="labels and targets"):
+        cut_batch(mesh, tokens, labels=tokens, targets=tokens)
+    with pytest.raises(ShapeError, match=r"document_ids is \(5,\).*\(2, 6\) or \(6,\)"):
+        cut_batch(mesh, tokens, document_ids=torch.zeros(5))
+    with pytest.raises(RankMismatchError, match="their length is 6 on rank 0, 5 on rank 1"):
+        cut_batch(mesh, tokens[:, 1:] if is_odd else tokens)
+    with pytest.raises(ShapeError if is_odd else RankMismatchError, match="targets is" if is_odd else "rank 1"):
+        cut_batch(mesh, tokens, targets=tokens[:, :2] if is_odd else tokens)
+    with pytest.raises(ShapeError, match="Documents has ids"):
+        cut_batch(mesh, tokens, rule=Causal() & Documents(torch.zeros(3)))
+    with pytest.raises(MeshError, match="2 axes"):
+        cut_batch(disttrain.init_device_mesh("cpu", (2, 1), mesh_dim_names=("cp", "tp")), tokens)
+    batch = cut_batch(mesh, tokens)
+    with batch.attention(), pytest.raises(DisttrainError, match="has 6 positions, and 4 are known"):
+        own_positions(4)
+    disttrain.barrier()

@@ -1,0 +1,150 @@
+"""What attention of cut sequences is put together from: pieces, joined results, steps, plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from disttrain.kernels import Causal, Documents, SlidingWindow
+from disttrain.kernels.attention.context import bands, dense
+from disttrain.kernels.attention.context.dense import Places
+from disttrain.kernels.attention.context.join import Joined
+from disttrain.kernels.attention.context.parts import Parts, by_document, contiguous, mirrored
+from disttrain.kernels.attention.context.pieces import ALL, CAUSAL, Piece, pieces_of
+from disttrain.kernels.attention.context.placed import block_tables, weighted
+from disttrain.kernels.attention.context.plan import ContextPlan, Shape
+from disttrain.kernels.attention.context.steps import GATHER, HEADS, RING, steps_of
+from disttrain.kernels.attention.context.tiles import tiles_of
+from disttrain.kernels.attention.rules import ScoreIndices, seen
+from tests.cases.attention import NAMES, rule_called
+from tests.cases.kernels import drawn
+
+LLAMA = Shape(1, 64, 8, 128, 128, 2)
+
+
+def test_pieces_know_what_kernels_know() -> None:
+    """All, causal at the end, bands; what each mask hides of a piece alone counts."""
+    rule = Causal() & Documents(torch.arange(512) // 256)
+    assert pieces_of(rule, (range(256, 512),), (range(512),)) == (Piece(range(256), range(256, 512), CAUSAL),)
+    assert pieces_of(Causal(), (range(256, 512),), (range(512),)) == (
+        Piece(range(256), range(256), ALL),
+        Piece(range(256), range(256, 512), CAUSAL),
+    )
+    window = Causal() & SlidingWindow(300)
+    assert pieces_of(window, (range(256, 512),), (range(256, 512),)) == (Piece(range(256), range(256), CAUSAL),)
+    assert pieces_of(window, (range(256, 512),), (range(128, 256),)) == (Piece(range(256), range(128), (43, 555)),)
+    assert pieces_of(window, (range(512, 640),), (range(128, 256),)) == (Piece(range(128), range(128), None),)
+    assert pieces_of(window, (range(640, 768),), (range(128, 256),)) == ()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parts_join_to_the_whole(name: str) -> None:
+    """Forward by log-sum-exps; backward of each part from the whole's; those who see nothing have zeros, and no nan."""
+    length = 60
+    rule = rule_called(name, 2, 4, length)
+    query, key, value = (drawn(2, heads, length, 8, seed=heads) for heads in (4, 2, 2))
+    positions = torch.arange(length)
+    places = Places(rule, positions, positions, 0.3)
+    expected, expected_lse = dense.forward(query, key, value, places)
+    joined, cuts = Joined(query, 8), (range(40, 60), range(25), range(25, 40))
+    for run in cuts:
+        part = slice(run.start, run.stop)
+        result = dense.forward(query, key[:, :, part], value[:, :, part], places._replace(keys=positions[part]))
+        joined.add(range(length), *result)
+    torch.testing.assert_close(joined.out, expected)
+    torch.testing.assert_close(joined.lse, expected_lse)
+    grad_out = drawn(2, 4, length, 8, seed=7)
+    wanted = dense.backward(grad_out, query, key, value, expected, expected_lse, places)
+    total = torch.zeros_like(query)
+    for run in cuts:
+        part = slice(run.start, run.stop)
+        own = (key[:, :, part], value[:, :, part])
+        at_part = places._replace(keys=positions[part])
+        dquery, dkey, dvalue = dense.backward(grad_out, query, *own, expected, expected_lse, at_part)
+        total += dquery
+        torch.testing.assert_close(dkey, wanted[1][:, :, part])
+        torch.testing.assert_close(dvalue, wanted[2][:, :, part])
+        own_out, own_lse = dense.forward(query, *own, at_part)
+        assert all(grad.isfinite().all() for grad in weighted(grad_out, expected, expected_lse, own_out, own_lse))
+    torch.testing.assert_close(total, wanted[0])
+
+
+@pytest.mark.parametrize("band", [ALL, CAUSAL])
+def test_kernels_of_bands_are_as_dense(band: tuple[int, int]) -> None:
+    query, key, value = (drawn(2, heads, 9, 8, seed=heads) for heads in (4, 2, 2))
+    rule = Causal() if band == CAUSAL else None
+    places = Places(rule, torch.arange(9), torch.arange(9), 0.4)
+    kernel = bands.kernel_for(band, query, key, value)
+    assert kernel
+    expected = dense.forward(query, key, value, places)
+    for found, wish in zip(bands.forward(kernel, band, query, key, value, 0.4), expected, strict=True):
+        torch.testing.assert_close(found, wish)
+    out, lse = (drawn(2, 4, 9, 8, seed=9), expected[1] + 1)
+    lse[0, 0, 3] = -torch.inf
+    grad_out = drawn(2, 4, 9, 8, seed=8)
+    grads = bands.backward(kernel, band, grad_out, query, key, value, out, lse, 0.4)
+    finite = lse.clone()
+    finite[0, 0, 3] = torch.inf
+    for found, wish in zip(grads, dense.backward(grad_out, query, key, value, out, finite, places), strict=True):
+        torch.testing.assert_close(found, wish)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("parts", [mirrored(700, 3), by_document([300, 400], 2)], ids=["mirrored", "by document"])
+def test_blocks_of_positions_hold_what_is_seen(parts: Parts, name: str) -> None:
+    """Also where a block has runs of positions far from each other."""
+    rule = rule_called(name, 2, 4, 700)
+    queries, keys = parts.positions(1), parts.positions(0)
+    some, every = (table.expand(2, 1, -1, -1) for table in block_tables(rule, queries, keys))
+    batch, head = torch.arange(2).view(-1, 1, 1, 1), torch.zeros(1, 1, 1, 1, dtype=torch.int64)
+    sees = seen(rule, ScoreIndices(batch, head, queries.view(-1, 1), keys))
+    sees = torch.ones(2, 1, len(queries), len(keys), dtype=torch.bool) if sees is None else sees
+    for row, rows in enumerate(sees.expand(2, 1, len(queries), len(keys)).split(128, 2)):
+        for column, block in enumerate(rows.split(128, 3)):
+            assert (some[:, :, row, column] | ~block.flatten(2).any(2)).all()
+            assert (~every[:, :, row, column] | block.flatten(2).all(2)).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 300), st.integers(2, 5), st.sampled_from(NAMES), st.sampled_from([contiguous, mirrored]))
+def test_who_receives_is_sent_it(length: int, num_ranks: int, name: str, cut: Callable[[int, int], Parts]) -> None:
+    parts, rule = cut(length, num_ranks), rule_called(name, 2, 4, length)
+    plan = ContextPlan(parts, rule, Shape(2, 4, 2, 8, 6, 4))
+    for way in (RING, GATHER):
+        steps = [steps_of(tiles_of(parts, rule), rank, way) for rank in range(num_ranks)]
+        for number in range(len(steps[0])):
+            sent = {(rank, to, ranges) for rank in range(num_ranks) for to, ranges in steps[rank][number].sends}
+            come = {(of, rank, ranges) for rank in range(num_ranks) for of, ranges in steps[rank][number].receives}
+            assert sent == come
+        there, back = zip(*(plan.sent_bytes(rank, way) for rank in range(num_ranks)), strict=True)
+        assert sum(back) == 2 * sum(there)
+    assert [plan.sent_bytes(rank, RING) for rank in range(num_ranks)] == [
+        plan.sent_bytes(rank, GATHER) for rank in range(num_ranks)
+    ]
+
+
+def test_what_is_chosen_and_why() -> None:
+    long = ContextPlan(mirrored(131_072, 8), Causal(), LLAMA)
+    assert long.way == RING
+    assert "ring is chosen" in str(long)
+    assert "keys of 7" in str(long)
+    # With nothing to hide under, latencies count.
+    assert ContextPlan(mirrored(2048, 4), Causal(), Shape(1, 6, 6, 64, 64, 2)).way == GATHER
+    assert ContextPlan(mirrored(2048, 4), Causal(), Shape(1, 8, 8, 64, 64, 2)).way == HEADS
+    # Beyond a window nothing is sent.
+    window = ContextPlan(contiguous(4096, 4), Causal() & SlidingWindow(256), LLAMA)
+    assert window.sent_bytes(0, RING)[0] == 256 * 8 * 256 * 2
+    assert window.sent_bytes(3, RING)[0] == 0
+
+
+def test_many_documents_are_planned_quickly() -> None:
+    """Each rank plans for each new batch."""
+    ids = torch.arange(131_072) // 1311
+    parts = by_document([1311] * 99 + [131_072 - 99 * 1311], 8)
+    tiles = tiles_of(parts, Causal() & Documents(ids))
+    assert len(steps_of(tiles, 0, GATHER)[0].pieces) <= 6 * 100
+    assert tiles.imbalance < 0.05
