@@ -63,7 +63,7 @@ def test_the_example_takes_the_command(arguments: list[str], tmp_path: Path) -> 
         words = shlex.split(plan["command"])
         given = words[words.index("examples/train_llama.py") + 1 :]
         found = example_flags.parse([*given, "--out", str(tmp_path / "run")], 16)
-        assert vars(found.mesh) == {**plan["choice"]["mesh"], "cp": 1}
+        assert vars(found.mesh) == plan["choice"]["mesh"]
         assert found.sizes == config_named("8b")
         assert found.microbatches == plan["choice"]["num_microbatches"]
         assert (found.plan and found.plan.name) == plan["choice"]["schedule"]
@@ -131,7 +131,7 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "8b", "--gpus", "12"], "12 GPUs do not fill nodes of 8"),
         (["--model", "8b", "--gpus", "8", "--seq", "3000"], "is no multiple of --seq 3000"),
         (["--model", "8b", "--gpus", "8", "--mesh", "dp=4"], "has 4 places, --gpus is 8"),
-        (["--model", "8b", "--gpus", "8", "--mesh", "cp=8"], "is no mesh, because of 'cp=8'"),
+        (["--model", "8b", "--gpus", "8", "--mesh", "xp=8"], "is no mesh, because of 'xp=8'"),
         (["--model", "mixtral-8x7b", "--gpus", "8", "--imbalance", "0.5"], "Give the most over the mean"),
         (["--model", "mixtral-8x7b", "--gpus", "8", "--hidden-exchange", "2"], "Give a share from 0 to 1"),
         (["--model", "mixtral-8x", "--gpus", "8"], "mixtral-8x7b"),
