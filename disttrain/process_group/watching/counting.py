@@ -23,7 +23,7 @@ _LAYERS: Final = (
     # The first that a module's name begins with holds.
     ("disttrain.dtensor.rules.loss", "loss"),
     ("disttrain.dtensor.", _DTENSOR),
-    ("disttrain.kernels.attention.", "attention"),
+    ("disttrain.kernels.attention.context.", "attention"),
     ("disttrain.kernels.cross_entropy.", "loss"),
     ("disttrain.kernels.optimizers.total_norm", "norms"),
     ("disttrain.tp.loss.", "loss"),
@@ -63,9 +63,9 @@ class count_collectives:  # noqa: N801  it is used as a function is
 
     Several tensors that are handed over at once, in a list or in a coalescing block, are one launch. For a network they
     are as many operations, each of which has its latency. A message is an operation of who sends it and of who receives
-    it. Layers are fully_shard, tensor parallel, pipeline, attention, loss, norms (of gradients, for clipping or
-    scaling), dtensor, checkpoint, and other: what the script calls itself. What GPUs of one host copy to each other
-    without a transport is not counted.
+    it. Layers are fully_shard, tensor parallel, pipeline, attention (of positions that are cut), loss, norms (of
+    gradients, for clipping or scaling), dtensor, checkpoint, and other: what the script calls itself. What GPUs of one
+    host copy to each other without a transport is not counted.
     """
 
     def __init__(self) -> None:
