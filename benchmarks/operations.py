@@ -55,8 +55,7 @@ def counted(step: Step) -> Counted:
     # The device that records can begin to do so only once all is over.
     with torch.profiler.profile() as profile, disttrain.count_collectives() as counts:
         step()
-    # Gloo's own events are marked; others name what a small exchange is done for.
-    by_transport = sum(event.name.startswith("gloo:") and event.is_async for event in profile.events())
+    by_transport = sum(event.name.startswith("gloo:") for event in profile.events())
     return Counted(by_transport, counts.total.operations, str(counts))
 
 
