@@ -74,7 +74,7 @@ def test_traces_show_what_was_asked_for() -> None:
     asked, done = events(gather)
     assert (asked.name, asked.input_shapes) == ("gloo:all_gather", [[2, 3]])
     assert asked.time_range.start <= done.time_range.start
-    assert asked.time_range.end > done.time_range.start  # just before the other ends, in the same thread
+    assert asked.time_range.end >= done.time_range.end
     assert torch.equal(whole, torch.ones_like(whole))
 
 
