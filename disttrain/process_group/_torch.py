@@ -1,8 +1,8 @@
-"""Marks functions that Dynamo must not trace, has classes of tensors dispatch, and speaks with a profiler that runs."""
+"""Marks functions that Dynamo must not trace, has classes of tensors dispatch, and asks whether a profiler runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 import torch
@@ -15,17 +15,6 @@ _Class = TypeVar("_Class", bound=type[torch.Tensor])
 profiler: Any = torch.autograd.profiler
 """Its `_is_profiler_enabled` is torch's own "useful for fast python checks": whether a profiler records this process,
 or `emit_nvtx` is entered. An attribute takes a third of the time of any call, and each collective looks at it."""
-
-
-def begin_event(name: str, inputs: Sequence[torch.Tensor]) -> Any:
-    """Begins an event of the running profiler, with the shapes of `inputs`, that another thread may end."""
-    autograd: Any = torch.autograd
-    return autograd._record_function_with_args_enter(name, *inputs)
-
-
-def end_event(event: Any, future: torch.futures.Future[Any]) -> None:
-    """Ends what `begin_event` has begun once `future` completes."""
-    torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction(event, future)
 
 
 def keep_dynamo_out(*functions: Any) -> None:

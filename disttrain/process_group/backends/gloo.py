@@ -14,7 +14,6 @@ import torch
 from disttrain.errors import BackendError
 from disttrain.process_group import _c10d
 from disttrain.process_group._c10d import Reduction
-from disttrain.process_group._torch import begin_event, end_event, profiler
 from disttrain.process_group.backends.base import Membership
 from disttrain.process_group.backends.c10d_backend import C10dBackend, in_a_row, unseen
 from disttrain.process_group.backends.c10d_work import Finish, FinishingWork, InterruptibleWork, num_under_way
@@ -72,19 +71,19 @@ class GlooBackend(C10dBackend):
             return super().all_reduce(tensor, op, async_op)
         _, emulation = self._reduction("all_reduce", _c10d.AllreduceOptions, tensor.dtype, op, async_op)
         term = in_a_row(tensor if emulation is None else emulation.multiplied(emulation.seen(tensor)))
-        return self._reduced("all_reduce", (tensor,), term.expand(self._size, -1), tensor, op, emulation)
+        return self._reduced(term.expand(self._size, -1), tensor, op, emulation)
 
     def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor, async_op: bool) -> TransportWork:
         # Gloo compares the shapes of parts, and takes no output that stacks them.
         whole, part = in_a_row(output), in_a_row(input)
         if not self._has_others or not gathers_directly(part, self._size):
             return self._sized(super().all_gather_into_tensor(whole, part, async_op), part)
-        return self._gathered(input, [whole.view(self._size, -1)])
+        return self._gathered([whole.view(self._size, -1)], part)
 
     def all_gather(self, outputs: Sequence[torch.Tensor], input: torch.Tensor, async_op: bool) -> TransportWork:
         if [output.numel() for output in outputs].count(input.numel()) == len(outputs):
             if self._has_others and gathers_directly(input, self._size):
-                return self._gathered(input, [output.view(1, -1) for output in outputs])
+                return self._gathered([output.view(1, -1) for output in outputs], in_a_row(input))
             return self._sized(super().all_gather(outputs, input, async_op), input)
         # Gloo gathers equal parts only. The outputs say to all ranks alike that these are not.
         unseen(outputs[self._rank]).view(-1).copy_(input.view(-1))
@@ -137,14 +136,14 @@ class GlooBackend(C10dBackend):
         sent = in_a_row(input if emulation is None else emulation.multiplied(emulation.seen(input))).view(
             self._size, -1
         )
-        return self._reduced("reduce_scatter", (input,), sent, output, op, emulation)
+        return self._reduced(sent, output, op, emulation)
 
     def reduce_scatter(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Reduction, async_op: bool
     ) -> TransportWork:
         _, emulation = self._reduction("reduce_scatter", _c10d.ReduceScatterOptions, output.dtype, op, async_op)
         sent = [in_a_row(each if emulation is None else emulation.multiplied(emulation.seen(each))) for each in inputs]
-        return self._reduced("reduce_scatter", inputs, sent, output, op, emulation)
+        return self._reduced(sent, output, op, emulation)
 
     def all_to_all(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], async_op: bool
@@ -166,18 +165,10 @@ class GlooBackend(C10dBackend):
         started = self.all_to_all_single(received, joined, sizes, [tensor.numel() for tensor in inputs], async_op)
         return FinishingWork(started, finish)
 
-    def _reduced(
-        self,
-        operation: str,
-        inputs: Sequence[torch.Tensor],
-        parts: Parts,
-        result: torch.Tensor,
-        op: Reduction,
-        emulation: Emulation | None,
-    ) -> TransportWork:
+    def _reduced(self, parts: Parts, result: torch.Tensor, op: Reduction, emulation: Emulation | None) -> TransportWork:
         """Send each rank its part, and reduce what comes into `result`."""
         seen = result if emulation is None else emulation.seen(result)
-        exchange = self._exchange(operation, inputs, parts, seen)
+        exchange = self._exchange(parts, seen)
 
         def finish() -> Sequence[torch.Tensor]:
             combine(exchange.result(self._scope).unbind(), op if emulation is None else emulation.op, in_a_row(seen))
@@ -185,10 +176,9 @@ class GlooBackend(C10dBackend):
 
         return DirectWork(exchange.work, finish)
 
-    def _gathered(self, input: torch.Tensor, outputs: Sequence[torch.Tensor]) -> TransportWork:
-        """Send each rank `input`. What comes goes into `outputs`, each (ranks, elements), one after another."""
-        part = in_a_row(input)
-        exchange = self._exchange("all_gather", (input,), part.expand(self._size, -1), part)
+    def _gathered(self, outputs: Sequence[torch.Tensor], part: torch.Tensor) -> TransportWork:
+        """Send each rank the flat `part`. What comes goes into `outputs`, each (ranks, elements), one after another."""
+        exchange = self._exchange(part.expand(self._size, -1), part)
 
         def finish() -> Sequence[torch.Tensor]:
             parts = exchange.result(self._scope).split([output.shape[0] for output in outputs])
@@ -211,16 +201,10 @@ class GlooBackend(C10dBackend):
         sizes = SizeExchange([part] * self._size, self._start)
         return DirectWork(JoinedWork([started, sizes.work]), lambda: sizes.check(part, self._scope))
 
-    def _exchange(self, operation: str, inputs: Sequence[torch.Tensor], parts: Parts, like: torch.Tensor) -> Exchange:
+    def _exchange(self, parts: Parts, like: torch.Tensor) -> Exchange:
         # Autograd does not see it.
         detached = parts.detach() if isinstance(parts, torch.Tensor) else [part.detach() for part in parts]
-        if not profiler._is_profiler_enabled:
-            return Exchange(detached, like, self._size, self._start)
-        # Where Gloo's own algorithm runs, traces have an event of this name.
-        event = begin_event(f"gloo:{operation}", inputs)
-        exchange = Exchange(detached, like, self._size, self._start)
-        end_event(event, exchange.work.get_future())
-        return exchange
+        return Exchange(detached, like, self._size, self._start)
 
     def _start(
         self, received: torch.Tensor, sent: torch.Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
