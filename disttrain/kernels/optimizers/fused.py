@@ -208,10 +208,7 @@ class FusedOptimizer(Optimizer):
     def _check_all_are_counted(self, parameters: Sequence[torch.Tensor]) -> None:
         """Raise for parameters in whose place, or beside which, other ranks have others, as experts of a ModuleList:
         each rank would clip by a norm of its own. Ranks without experts raise, too."""
-        axes = (
-            getattr(parameter, "divided_along", None) or getattr(parameter, "beside_divided", None)
-            for parameter in parameters
-        )
+        axes = (getattr(p, "divided_along", None) or getattr(p, "beside_divided", None) for p in parameters)
         divided = next((axis for axis in axes if axis is not None), None)
         if divided is not None and divided.size() > 1:
             raise ShapeError(
