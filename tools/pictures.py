@@ -191,7 +191,7 @@ def context_parts() -> str:
         parts.append(note(left + 4 * size, bottom + 18, f"work of ranks 0 to 3: {shares}"))
     parts.append(note(36, 14, "keys →"))
     parts.append(note(36, 34, "queries ↓"))
-    return drawing(660, 326, "Four ranks' shares of causal attention, contiguous and mirrored", parts)
+    return drawing(690, 326, "Four ranks' shares of causal attention, contiguous and mirrored", parts)
 
 
 def _owner(parts: Parts, position: int) -> int:
