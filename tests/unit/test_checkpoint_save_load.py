@@ -280,7 +280,9 @@ def test_bytes_that_are_not_a_value_any_more_are_corrupt(tmp_path: Path) -> None
     compact = json.dumps(content, sort_keys=True, separators=(",", ":"))
     checksum = xxhash.xxh3_64_hexdigest(compact.encode())
     (folder / "manifest.json").write_text(json.dumps({"checksum": checksum, "content": content}))
-    with pytest.raises(CheckpointError, match=r"the value 'v' of .*/rank-00000\.safetensors cannot be unpacked: its 1 bytes"):
+    with pytest.raises(
+        CheckpointError, match=r"the value 'v' of .*/rank-00000\.safetensors cannot be unpacked: 1 bytes"
+    ):
         load({"v": 0}, folder)
 
 

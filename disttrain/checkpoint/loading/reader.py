@@ -92,7 +92,7 @@ class Reader:
         except Exception as error:  # any error may come of bytes that were not packed by us
             raise CheckpointError(
                 "load",
-                f"the value {name!r} of {self.folder / file_name} cannot be unpacked: its {len(data)} bytes hold no value.",
+                f"the value {name!r} of {self.folder / file_name} cannot be unpacked: {len(data)} bytes hold no value.",
                 f"Use what wrote it: {self._manifest.made_by}.",
             ) from error
 
