@@ -36,7 +36,10 @@ def test_pieces_know_what_kernels_know() -> None:
     )
     window = Causal() & SlidingWindow(300)
     assert pieces_of(window, (range(256, 512),), (range(256, 512),)) == (Piece(range(256), range(256), CAUSAL),)
-    assert pieces_of(window, (range(256, 512),), (range(128, 256),)) == (Piece(range(256), range(128), (43, 555)),)
+    assert pieces_of(window, (range(256, 512),), (range(128, 256),)) == (
+        Piece(range(128), range(128), ALL),
+        Piece(range(128, 256), range(128), (43, -1)),
+    )
     assert pieces_of(window, (range(512, 640),), (range(128, 256),)) == (Piece(range(128), range(128), None),)
     assert pieces_of(window, (range(640, 768),), (range(128, 256),)) == ()
 
@@ -91,6 +94,48 @@ def test_kernels_of_bands_are_as_dense(band: tuple[int, int]) -> None:
     finite[0, 0, 3] = torch.inf
     for found, wish in zip(grads, dense.backward(grad_out, query, key, value, out, finite, places), strict=True):
         torch.testing.assert_close(found, wish)
+
+
+def counted_by_flash_attention(piece: Piece) -> torch.Tensor:
+    """Which keys it computes for a band (queries, keys): a bound as large as keys are many is none to it, and none
+    beside another bound is as many."""
+    num_queries, num_keys = len(piece.queries), len(piece.keys)
+    assert piece.band is not None
+    before, behind = (-1 if bound >= num_keys else bound for bound in piece.band)
+    if before < 0 <= behind:
+        before = num_keys
+    if behind < 0 <= before:
+        behind = num_keys
+    last_seen = torch.arange(num_queries).unsqueeze(1) + num_keys - num_queries
+    keys = torch.arange(num_keys)
+    if before < 0:
+        return torch.ones(num_queries, num_keys, dtype=torch.bool)
+    return (keys >= last_seen - before) & (keys <= last_seen + behind)
+
+
+@given(
+    st.sampled_from([None, 1, 2, 7, 30, 200]),
+    st.booleans(),
+    st.tuples(st.integers(0, 60), st.integers(1, 90)),
+    st.tuples(st.integers(0, 60), st.integers(1, 90)),
+)
+def test_bands_are_counted_as_flash_attention_does(
+    size: int | None, is_causal: bool, queries: tuple[int, int], keys: tuple[int, int]
+) -> None:
+    window = SlidingWindow(size) if size else None
+    rule = (window & Causal() if window else Causal()) if is_causal else window
+    query_run, key_run = (range(first, first + length) for first, length in (queries, keys))
+    counts = torch.zeros(len(query_run), len(key_run), dtype=torch.int64)
+    for piece in pieces_of(rule, (query_run,), (key_run,)):
+        block = counts[piece.queries.start : piece.queries.stop, piece.keys.start : piece.keys.stop]
+        if piece.band is None:
+            distance = torch.tensor(query_run)[piece.queries].unsqueeze(1) - torch.tensor(key_run)[piece.keys]
+            block += ((distance >= 0) | (not is_causal)) & (distance.abs() < (size or 1000))
+        else:
+            block += counted_by_flash_attention(piece)
+    distance = torch.tensor(query_run).unsqueeze(1) - torch.tensor(key_run)
+    expected = ((distance >= 0) | (not is_causal)) & (distance.abs() < (size or 1000))
+    assert torch.equal(counts, expected.long())
 
 
 @pytest.mark.parametrize("name", NAMES)
