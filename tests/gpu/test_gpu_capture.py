@@ -328,6 +328,12 @@ def test_two_hundred_steps_of_sharded_models(name: str, sharding: dict[str, Any]
     assert captured.num_graphs == 1
 
 
+def repeat(step: Callable[[torch.Tensor], Any], x: torch.Tensor) -> None:
+    """As often as it takes to be recorded."""
+    for _ in range(6):
+        step(x)
+
+
 def bytes_kept_by_two_streams() -> int:
     """Bytes that the allocator has not got back of tensors that two streams have used."""
     side = torch.cuda.Stream()
@@ -361,16 +367,13 @@ def test_a_recording_that_fails_leaves_nothing_behind(failing: str) -> None:
 
     x = torch.zeros(1000, device="cuda")
     earlier = capture_step(noisy)
-    for _ in range(6):
-        earlier(x)
+    repeat(earlier, x)
     assert earlier.num_graphs == 1
     torch.manual_seed(5)
     expected = [earlier(x), torch.rand(1000, device="cuda")]
     stream, kept = torch.cuda.current_stream(), bytes_kept_by_two_streams()
     with pytest.raises((CompileError, ValueError)):
-        step = capture_step(refused)
-        for _ in range(6):
-            step(x)
+        repeat(capture_step(refused), x)
     assert torch.cuda.current_stream() == stream
     torch.manual_seed(5)
     for result, wish in zip([earlier(x), torch.rand(1000, device="cuda")], expected, strict=True):
@@ -380,8 +383,6 @@ def test_a_recording_that_fails_leaves_nothing_behind(failing: str) -> None:
     either = capture_step(lambda x: refused(x) if len(x) > 1000 else noisy(x))
     large = torch.zeros(2000, device="cuda")
     with pytest.raises((CompileError, ValueError)):
-        for _ in range(6):
-            either(large)
-    for _ in range(6):
-        either(x)
+        repeat(either, large)
+    repeat(either, x)
     assert either.num_graphs == 1
