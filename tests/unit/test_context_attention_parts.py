@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from disttrain.kernels import Causal, Documents, SlidingWindow
 from disttrain.kernels.attention.context import bands, dense
 from disttrain.kernels.attention.context.dense import Places
+from disttrain.kernels.attention.context.heads_cut import num_head_groups
 from disttrain.kernels.attention.context.join import Joined
 from disttrain.kernels.attention.context.parts import Parts, by_document, contiguous, mirrored
 from disttrain.kernels.attention.context.pieces import ALL, CAUSAL, Piece, pieces_of
@@ -193,3 +194,11 @@ def test_many_documents_are_planned_quickly() -> None:
     tiles = tiles_of(parts, Causal() & Documents(ids))
     assert len(steps_of(tiles, 0, GATHER)[0].pieces) <= 6 * 100
     assert tiles.imbalance < 0.05
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "num_elements", "expected"),
+    [(8, 1 << 25, 1), (8, 1 << 26, 2), (8, 1 << 30, 8), (1, 1 << 40, 1), (6, 5 << 25, 3), (3, 2 << 25, 1), (8, 0, 1)],
+)
+def test_groups_of_heads_divide_them_and_are_large(num_kv_heads: int, num_elements: int, expected: int) -> None:
+    assert num_head_groups(num_kv_heads, num_elements) == expected

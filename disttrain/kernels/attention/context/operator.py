@@ -13,7 +13,7 @@ from disttrain.errors import DisttrainError, ShapeError
 from disttrain.kernels.attention.context.agreement import NAME, agree
 from disttrain.kernels.attention.context.current import given_or_current
 from disttrain.kernels.attention.context.heads import run_heads
-from disttrain.kernels.attention.context.heads_cut import heads_divide
+from disttrain.kernels.attention.context.heads_cut import heads_divide, num_head_groups
 from disttrain.kernels.attention.context.parts import Parts, contiguous, mirrored
 from disttrain.kernels.attention.context.plan import ContextPlan, Machine, Shape
 from disttrain.kernels.attention.context.steps import HEADS, WAYS
@@ -89,7 +89,9 @@ def _across(
     if chosen == HEADS:
         return run_heads(query, key, value, mask, scale, by, mesh, parts)
     steps = plan.steps(own_rank, chosen)
-    program = Program(group, parts, steps, chosen, mask, scale_of(query, scale), by)
+    num_elements = query.shape[0] * query.shape[1] * max(parts.sizes) * query.shape[3]
+    num_groups = num_head_groups(key.shape[1], num_elements)
+    program = Program(group, parts, steps, chosen, mask, scale_of(query, scale), by, num_groups)
     return run_steps(query, key, value, program)
 
 

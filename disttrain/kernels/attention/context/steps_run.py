@@ -6,7 +6,7 @@ their owners, who add them in fp32 or wider, in the order of the steps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,8 @@ class Program(NamedTuple):
     """With its tensors on the device."""
     scale: float
     by: str | None
+    num_head_groups: int = 1
+    """How many groups of heads run one behind the other, as all ranks know."""
 
 
 def run_steps(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, program: Program) -> torch.Tensor:
@@ -47,8 +49,8 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, program: Program
     ) -> torch.Tensor:
-        run = _Run(program, query, key, value)
-        out, lse = run.forward()
+        runs = _runs(program, query, key, value)
+        out, lse = _joined((run.forward() for run in runs), len(runs))
         ctx.program = program
         ctx.save_for_backward(query, key, value, out, lse)
         return out
@@ -57,12 +59,42 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
         query, key, value, out, lse = ctx.saved_tensors
+        runs = _runs(ctx.program, query, key, value)
         # Whoever calls backward may be within autocast.
         with torch.autocast(grad_out.device.type, enabled=False):
-            run = _Run(ctx.program, query, key, value)
-            grads = run.backward(grad_out, out, lse, has_terms=any(ctx.needs_input_grad[1:3]))
+            has_terms = any(ctx.needs_input_grad[1:3])
+            results = zip(*(tensor.chunk(len(runs), 1) for tensor in (grad_out, out, lse)), strict=True)
+            each = (run.backward(*result, has_terms=has_terms) for run, result in zip(runs, results, strict=True))
+            grads = _joined(each, len(runs))
         wanted = zip(grads, ctx.needs_input_grad, strict=False)
         return (*(grad if is_wanted else None for grad, is_wanted in wanted), None)
+
+
+def _runs(program: Program, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[_Run]:
+    """One for each group of heads."""
+    count = program.num_head_groups
+    if count == 1:
+        return [_Run(program, query, key, value)]
+    num_heads, rule = query.shape[1] // count, program.rule
+    runs = []
+    for number, tensors in enumerate(zip(*(tensor.chunk(count, 1) for tensor in (query, key, value)), strict=True)):
+        heads = slice(number * num_heads, (number + 1) * num_heads)
+        of_heads = None if rule is None else rule.local(slice(0, query.shape[0]), heads)
+        runs.append(_Run(program._replace(rule=of_heads), *tensors))
+    return runs
+
+
+def _joined(groups: Iterable[tuple[torch.Tensor, ...]], count: int) -> tuple[torch.Tensor, ...]:
+    """The results of groups of heads as those of all heads, without keeping them twice."""
+    results: list[torch.Tensor] = []
+    for number, group in enumerate(groups):
+        if count == 1:
+            return group
+        if not results:
+            results = [part.new_empty((part.shape[0], count * part.shape[1], *part.shape[2:])) for part in group]
+        for result, part in zip(results, group, strict=True):
+            result.narrow(1, number * part.shape[1], part.shape[1]).copy_(part)
+    return tuple(results)
 
 
 class _Run:
