@@ -16,7 +16,7 @@ from disttrain.kernels.attention.context.heads import run_heads
 from disttrain.kernels.attention.context.heads_cut import heads_divide
 from disttrain.kernels.attention.context.parts import Parts, contiguous, mirrored
 from disttrain.kernels.attention.context.plan import ContextPlan, Machine, Shape
-from disttrain.kernels.attention.context.steps import HEADS, WAYS
+from disttrain.kernels.attention.context.steps import HEADS, WAYS, most_sent
 from disttrain.kernels.attention.context.steps_run import Program, run_steps
 from disttrain.kernels.attention.context.tiles import on_host
 from disttrain.kernels.attention.operator import as_autocast, attention_of_whole, check_dtypes, check_fits
@@ -89,7 +89,7 @@ def _across(
     if chosen == HEADS:
         return run_heads(query, key, value, mask, scale, by, mesh, parts)
     steps = plan.steps(own_rank, chosen)
-    program = Program(group, parts, steps, chosen, mask, scale_of(query, scale), by)
+    program = Program(group, parts, steps, chosen, mask, scale_of(query, scale), by, most_sent(plan.tiles, chosen))
     return run_steps(query, key, value, program)
 
 

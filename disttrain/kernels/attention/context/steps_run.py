@@ -16,6 +16,7 @@ from disttrain.kernels.attention.context.exchange import Pair, Sizes, UnderWay, 
 from disttrain.kernels.attention.context.join import Joined
 from disttrain.kernels.attention.context.kernels import Task
 from disttrain.kernels.attention.context.parts import Parts
+from disttrain.kernels.attention.context.peers import KEYS, TERMS, slots_for
 from disttrain.kernels.attention.context.steps import GATHER, Ranges, Step
 from disttrain.kernels.attention.rules import Rule
 from disttrain.kernels.choice import wide_dtype
@@ -33,6 +34,8 @@ class Program(NamedTuple):
     """With its tensors on the device."""
     scale: float
     by: str | None
+    most_sent: tuple[int, ...]
+    """Of each step of a ring, the most positions that a rank sends, as all ranks know."""
 
 
 def run_steps(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, program: Program) -> torch.Tensor:
@@ -74,15 +77,17 @@ class _Run:
         self._pair = key, value
         self._rank = program.group.group_rank
         self._sizes = Sizes(key.shape[0], key.shape[1], key.shape[3], value.shape[3])
+        most = self._sizes.num_elements([range(max(program.most_sent, default=0))]) * key.element_size()
+        self._slots = slots_for(program.group, key.device, most)
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
         joined = Joined(self._query, self._sizes.value_dim)
         steps = self._program.steps
-        coming = self._start(steps[0])
+        coming = self._start(0)
         for number, step in enumerate(steps):
             messages = coming.wait()
             if number + 1 < len(steps):
-                coming = self._start(steps[number + 1])
+                coming = self._start(number + 1)
             if step.pieces:
                 self._task(step).forward(joined, self._query, *self._keys_of(step, messages))
         return joined.out.to(self._query.dtype), joined.lse
@@ -94,12 +99,12 @@ class _Run:
         dquery, *own_terms = (torch.zeros_like(tensor, dtype=wide) for tensor in (self._query, *self._pair))
         totals = own_terms[0], own_terms[1]
         steps = self._program.steps
-        coming = self._start(steps[0])
+        coming = self._start(0)
         back: UnderWay | None = None
         for number, step in enumerate(steps):
             messages = coming.wait()
             if number + 1 < len(steps):
-                coming = self._start(steps[number + 1])
+                coming = self._start(number + 1)
             terms: Pair | None = None
             if step.pieces:
                 keys = self._keys_of(step, messages)
@@ -110,7 +115,7 @@ class _Run:
                 _add(totals, terms, self._slices(step.own), _slices_within(step.own, step.keys))
             if back is not None:
                 self._add_terms(totals, steps[number - 1], back.wait())
-            back = self._start_back(step, terms)
+            back = self._start_back(number, terms)
         if back is not None:
             self._add_terms(totals, steps[-1], back.wait())
         key, value = self._pair
@@ -121,33 +126,44 @@ class _Run:
         queries = program.parts.ranges[self._rank]
         return Task(program.rule, queries, step.keys, step.pieces, program.scale, self._query.device, program.by)
 
-    def _start(self, step: Step) -> UnderWay:
-        """Begins to exchange keys and values."""
+    def _start(self, number: int) -> UnderWay:
+        """Begins to exchange keys and values of a step."""
+        step = self._program.steps[number]
         sends = dict(step.sends)
 
         def fill(target: int, message: torch.Tensor) -> None:
             self._sizes.fill(message, self._pair, self._slices(sends[target]))
 
-        return self._exchange(step.sends, step.receives, fill)
+        return self._exchange(number, KEYS, step.sends, step.receives, fill)
 
-    def _start_back(self, step: Step, terms: Pair | None) -> UnderWay:
-        """Begins to send terms back to the owners of keys."""
+    def _start_back(self, number: int, terms: Pair | None) -> UnderWay:
+        """Begins to send terms of a step back to the owners of keys."""
+        step = self._program.steps[number]
         receives = dict(step.receives)
 
         def fill(target: int, message: torch.Tensor) -> None:
             if terms is not None:
                 self._sizes.fill(message, terms, _slices_within(receives[target], step.keys))
 
-        return self._exchange(step.receives, step.sends, fill)
+        return self._exchange(number, TERMS, step.receives, step.sends, fill)
 
     def _exchange(
-        self, outgoing: Sequence[tuple[int, Ranges]], incoming: Sequence[tuple[int, Ranges]], fill: Any
+        self,
+        number: int,
+        kind: int,
+        outgoing: Sequence[tuple[int, Ranges]],
+        incoming: Sequence[tuple[int, Ranges]],
+        fill: Any,
     ) -> UnderWay:
         sent, received = (
             [(rank, self._sizes.num_elements(ranges)) for rank, ranges in pairs] for pairs in (outgoing, incoming)
         )
-        is_together = self._program.way == GATHER
-        return start(self._program.group, sent, received, fill, self._pair[0], is_together=is_together)
+        program = self._program
+        is_together = program.way == GATHER
+        slots = self._slots if program.most_sent and program.most_sent[number] else None
+        return start(
+            program.group, sent, received, fill, self._pair[0], is_together=is_together, slots=slots, kind=kind
+        )
 
     def _keys_of(self, step: Step, messages: Mapping[int, torch.Tensor]) -> Pair:
         """The keys and values of a step, in the order of their positions."""
