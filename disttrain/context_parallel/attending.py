@@ -40,7 +40,7 @@ def attending(parts: Parts, axis: DeviceMesh, way: str | None = None, within: Ma
 
     Args: within  what calls without a rule of ours see at most, such as their own document.
     """
-    with using(parts, axis, way), _BLOCKS.entered(within), _Mode():
+    with using(parts, axis, way, within), _BLOCKS.entered(), _Mode():
         yield
 
 
@@ -50,28 +50,23 @@ class _Blocks:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._within: dict[int, Mask | None] = {}
+        self._num_open = 0
         self._replaced = ExitStack()
 
     @contextmanager
-    def entered(self, within: Mask | None) -> Iterator[None]:
-        key = id(current_cut())
+    def entered(self) -> Iterator[None]:
         with self._lock:
-            if not self._within:
+            if not self._num_open:
                 self._replaced.enter_context(_replacing())
-                self._replaced.enter_context(attention_of_transformers(self.within))
-            self._within[key] = within
+                self._replaced.enter_context(attention_of_transformers(_within))
+            self._num_open += 1
         try:
             yield
         finally:
             with self._lock:
-                del self._within[key]
-                if not self._within:
+                self._num_open -= 1
+                if not self._num_open:
                     self._replaced.close()
-
-    def within(self) -> Mask | None:
-        """What calls of this rank see at most. Raises LookupError where it is in no block."""
-        return self._within[id(current_cut())]
 
 
 _BLOCKS: Final = _Blocks()
@@ -110,7 +105,15 @@ def _replacing() -> Iterator[None]:
 
 @outside_graphs
 def _attended_here(*args: Any, **kwargs: Any) -> torch.Tensor:
-    return attended_across(*args, within=_BLOCKS.within(), **kwargs)
+    return attended_across(*args, within=_within(), **kwargs)
+
+
+def _within() -> Mask | None:
+    """What calls of this rank see at most. Raises LookupError where it is in no block."""
+    cut = current_cut()
+    if cut is None:
+        raise LookupError
+    return cut.within
 
 
 def attended_across(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from disttrain.kernels import Causal, Documents, SlidingWindow
 from disttrain.kernels.attention.context import bands, dense
+from disttrain.kernels.attention.context.agreement import Agreed
 from disttrain.kernels.attention.context.dense import Places
 from disttrain.kernels.attention.context.join import Joined
 from disttrain.kernels.attention.context.parts import Parts, by_document, contiguous, mirrored
@@ -148,3 +149,14 @@ def test_many_documents_are_planned_quickly() -> None:
     tiles = tiles_of(parts, Causal() & Documents(ids))
     assert len(steps_of(tiles, 0, GATHER)[0].pieces) <= 6 * 100
     assert tiles.imbalance < 0.05
+
+
+def test_layers_of_several_rules_are_compared_once() -> None:
+    """On GPUs to compare lets the host wait."""
+    agreed, compared = Agreed(), []
+    for _ in range(3):
+        for number in (1, 1, 2, 1, 3):
+            compared.append(not agreed.is_known(number))
+            agreed.add(number)
+    assert compared == [True] * 5 + [True] + [False] * 9
+    assert not agreed.is_known(2)
