@@ -1,7 +1,8 @@
 """Has a model's attention look across the ranks of an axis while a block runs, whichever function it calls.
 
 Three are met: `kernels.attention`, which asks by itself (`using`); torch's scaled_dot_product_attention, however it was
-imported; and that of models of transformers (`pretrained.py`), which make masks of their own otherwise.
+imported; and that of models of transformers (`pretrained.py`), which make masks of their own otherwise. What is
+checkpointed in a block enters it again when a backward behind it computes it anew.
 
 torch's function is replaced where it lies, since torch's own functions call it there, and looked for by a mode, since a
 module may have imported it by name. Both hold on the threads on which a backward computes blocks anew.
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from disttrain.context_parallel._torch import checkpointing
 from disttrain.context_parallel.faults import refuse, refuse_dropout, refuse_mask
 from disttrain.context_parallel.pretrained import attention_of_transformers
 from disttrain.kernels import Causal, attention
@@ -59,6 +61,7 @@ class _Blocks:
             if not self._num_open:
                 self._replaced.enter_context(_replacing())
                 self._replaced.enter_context(attention_of_transformers(_within))
+                self._replaced.enter_context(checkpointing(_within_the_same_block))
             self._num_open += 1
         try:
             yield
@@ -101,6 +104,21 @@ def _replacing() -> Iterator[None]:
         yield
     finally:
         F.scaled_dot_product_attention = before
+
+
+def _within_the_same_block(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of a checkpoint, which a backward behind the block computes anew."""
+    cut = current_cut()
+    if cut is None:
+        return function
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if current_cut() == cut:
+            return function(*args, **kwargs)
+        with attending(*cut):
+            return function(*args, **kwargs)
+
+    return run
 
 
 @outside_graphs
