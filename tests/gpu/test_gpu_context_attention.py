@@ -12,6 +12,7 @@ from disttrain.kernels.attention.context.dense import Places
 from disttrain.kernels.attention.context.heads_cut import heads_divide
 from disttrain.kernels.attention.context.parts import mirrored
 from disttrain.kernels.attention.context.pieces import ALL, CAUSAL
+from disttrain.kernels.attention.context.sums import reference, triton_kernels
 from disttrain.kernels.attention.plan import CUDNN, FLASH
 from disttrain.kernels.attention.rules import Rule, SlidingWindow
 from disttrain.testing.pytest_plugin import on_ranks
@@ -99,3 +100,15 @@ def test_cut_over_ranks(name: str) -> None:
         grads = torch.autograd.grad(result, own, parts.take(weight, rank, 2))
         for grad, wish in zip(grads, wanted, strict=True):
             torch.testing.assert_close(grad.double(), parts.take(wish, rank, 2), **CLOSE)
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 64), (torch.float32, 96), (torch.float16, 128)])
+def test_results_are_joined(dtype: torch.dtype, width: int) -> None:
+    """By one kernel, of parts of tensors, and where one or both have seen nothing."""
+    out, other = (drawn(2, 3, 300, width, seed=seed).to("cuda", dtype)[:, :, 7:] for seed in (1, 2))
+    lse, other_lse = (drawn(2, 3, 300, 1, seed=seed)[..., 0].to("cuda", torch.float32)[:, :, 7:] for seed in (3, 4))
+    lse[0, :, :20], other_lse[0, :, 10:30] = -torch.inf, -torch.inf
+    kernel, by_torch = (out.float().clone(), lse.clone()), (out.float().clone(), lse.clone())
+    triton_kernels.join(*kernel, other, other_lse)
+    reference.join(*by_torch, other, other_lse)
+    torch.testing.assert_close(kernel, by_torch, rtol=1e-5, atol=1e-5)

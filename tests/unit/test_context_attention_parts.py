@@ -11,14 +11,16 @@ from hypothesis import strategies as st
 
 from disttrain.kernels import Causal, Documents, SlidingWindow
 from disttrain.kernels.attention.context import bands, dense
+from disttrain.kernels.attention.context.agreement import Agreed
 from disttrain.kernels.attention.context.dense import Places
 from disttrain.kernels.attention.context.heads_cut import num_head_groups
-from disttrain.kernels.attention.context.join import Joined
 from disttrain.kernels.attention.context.parts import Parts, by_document, contiguous, mirrored
 from disttrain.kernels.attention.context.pieces import ALL, CAUSAL, Piece, pieces_of
 from disttrain.kernels.attention.context.placed import block_tables, weighted
 from disttrain.kernels.attention.context.plan import ContextPlan, Shape
 from disttrain.kernels.attention.context.steps import GATHER, HEADS, RING, steps_of
+from disttrain.kernels.attention.context.sums.joined import Joined
+from disttrain.kernels.attention.context.sums.sums import Sums
 from disttrain.kernels.attention.context.tiles import tiles_of
 from disttrain.kernels.attention.rules import ScoreIndices, seen
 from tests.cases.attention import NAMES, rule_called
@@ -59,8 +61,9 @@ def test_parts_join_to_the_whole(name: str) -> None:
         part = slice(run.start, run.stop)
         result = dense.forward(query, key[:, :, part], value[:, :, part], places._replace(keys=positions[part]))
         joined.add(range(length), *result)
-    torch.testing.assert_close(joined.out, expected)
-    torch.testing.assert_close(joined.lse, expected_lse)
+    out, lse = joined.result()
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)
     grad_out = drawn(2, 4, length, 8, seed=7)
     wanted = dense.backward(grad_out, query, key, value, expected, expected_lse, places)
     total = torch.zeros_like(query)
@@ -202,3 +205,28 @@ def test_many_documents_are_planned_quickly() -> None:
 )
 def test_groups_of_heads_divide_them_and_are_large(num_kv_heads: int, num_elements: int, expected: int) -> None:
     assert num_head_groups(num_kv_heads, num_elements) == expected
+
+
+def test_layers_of_several_rules_are_compared_once() -> None:
+    """On GPUs to compare lets the host wait."""
+    agreed, compared = Agreed(), []
+    for _ in range(3):
+        for number in (1, 1, 2, 1, 3):
+            compared.append(not agreed.is_known(number))
+            agreed.add(number)
+    assert compared == [True] * 5 + [True] + [False] * 9
+    assert not agreed.is_known(2)
+
+
+@given(st.integers(0, 40), st.data())
+def test_sums_are_zero_where_nothing_comes(length: int, data: st.DataObject) -> None:
+    like = torch.zeros(1, 2, length, 3, dtype=torch.bfloat16)
+    sums, expected = Sums(like), torch.zeros(1, 2, length, 3)
+    for number in range(data.draw(st.integers(0, 6))):
+        start = data.draw(st.integers(0, length))
+        run = range(start, data.draw(st.integers(start, length)))
+        term = drawn(1, 2, len(run), 3, seed=number).to(torch.bfloat16)
+        sums.add(run, term)
+        expected[:, :, run.start : run.stop] += term
+    assert torch.equal(sums.total(), expected)
+    assert torch.equal(sums.total(), expected)

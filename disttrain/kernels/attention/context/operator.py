@@ -16,7 +16,7 @@ from disttrain.kernels.attention.context.heads import run_heads
 from disttrain.kernels.attention.context.heads_cut import heads_divide, num_head_groups
 from disttrain.kernels.attention.context.parts import Parts, contiguous, mirrored
 from disttrain.kernels.attention.context.plan import ContextPlan, Machine, Shape
-from disttrain.kernels.attention.context.steps import HEADS, WAYS
+from disttrain.kernels.attention.context.steps import HEADS, WAYS, most_sent
 from disttrain.kernels.attention.context.steps_run import Program, run_steps
 from disttrain.kernels.attention.context.tiles import on_host
 from disttrain.kernels.attention.operator import as_autocast, attention_of_whole, check_dtypes, check_fits
@@ -91,7 +91,8 @@ def _across(
     steps = plan.steps(own_rank, chosen)
     num_elements = query.shape[0] * query.shape[1] * max(parts.sizes) * query.shape[3]
     num_groups = num_head_groups(key.shape[1], num_elements)
-    program = Program(group, parts, steps, chosen, mask, scale_of(query, scale), by, num_groups)
+    most = most_sent(plan.tiles, chosen)
+    program = Program(group, parts, steps, chosen, mask, scale_of(query, scale), by, most, num_groups)
     return run_steps(query, key, value, program)
 
 
