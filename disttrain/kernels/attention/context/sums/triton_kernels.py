@@ -18,6 +18,7 @@ def _join(
     lse,
     other_out,
     other_lse,
+    joined_lse,
     num_heads,
     num_rows,
     width,
@@ -51,7 +52,8 @@ def _join(
     total = of_own + of_other
     weight = tl.where(total > 0.0, of_other / tl.where(total > 0.0, total, 1.0), 0.0)
     joined = tl.where(total > 0.0, level + tl.log(total), float("-inf"))
-    tl.store(lse + rows, joined, mask=is_row)
+    # Not in place: several threads of a program read the sum of a row, each when it comes to it.
+    tl.store(joined_lse + tl.program_id(1).to(tl.int64) * num_rows + rows, joined, mask=is_row)
     places = out + sequence * out_strides_0 + head * out_strides_1 + rows[:, None] * out_strides_2 + columns[None, :]
     others = (
         other_out
@@ -72,11 +74,13 @@ def join(out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_ls
     other_lse = other_lse if other_lse.stride(2) == 1 else other_lse.contiguous()
     padded = triton.next_power_of_2(width)
     rows = max(1, _BLOCK // padded)
+    joined_lse = lse.new_empty(lse.shape)
     _join[(triton.cdiv(num_rows, rows), batch_size * num_heads)](
         out,
         lse,
         other_out,
         other_lse,
+        joined_lse,
         num_heads,
         num_rows,
         width,
@@ -87,3 +91,4 @@ def join(out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_ls
         ROWS=rows,
         WIDTH=padded,
     )
+    lse.copy_(joined_lse)
