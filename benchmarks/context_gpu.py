@@ -3,8 +3,10 @@
     disttrain-launch --standalone --nproc-per-node 4 benchmarks/context_gpu.py --out results.json
 
 Forward and backward of causal attention in bf16, in turns. *share* is as much work on one rank without the others: n
-ranks that hid all of their communication would take as long. `torch` is its context_parallel, by an all-gather and by
-an all-to-all, where it serves the call. On CPUs, which it does not, small `--positions` show that the rest runs.
+ranks that hid all of their communication would take as long. *positions* is attention of as many positions as a rank
+has, among themselves: its memory is the rank's share of what one process would take. `torch` is its context_parallel,
+by an all-gather and by an all-to-all, where it serves the call. On CPUs, which it does not, small `--positions` show
+that the rest runs.
 """
 
 from __future__ import annotations
@@ -85,6 +87,8 @@ def _steps(options: argparse.Namespace, cut: CutPlan, device: torch.device) -> d
     # Causal attention over S / sqrt(n) positions is an n-th of the work over S.
     share = [made(number, round(options.positions / size**0.5)) for number in heads]
     steps["share"] = lambda: _both(lambda query, key, value: attention(query, key, value, Causal()), share)
+    positions = [made(number, options.positions // size) for number in heads]
+    steps["positions"] = lambda: _both(lambda query, key, value: attention(query, key, value, Causal()), positions)
     mesh = init_device_mesh(device.type, (size,))
     if options.positions % (2 * size) == 0:
         for method in ("allgather", "alltoall"):
@@ -134,7 +138,8 @@ def _show(options: argparse.Namespace, cut: CutPlan, times: dict[str, list[float
     medians = {name: statistics.median(series) for name, series in times.items()}
     print(cut)
     for name, median in medians.items():
-        beside = f"{medians['share'] / median:6.2f} of n ranks' speed"
+        memory = peaks[name] / max(1, peaks["positions"])
+        beside = f"{medians['share'] / median:6.2f} of n ranks' speed, {memory:.2f} of its share of memory"
         print(
             f"{name:16}{median:10.2f} ms, least {min(times[name]):.2f}, {peaks[name] / 1e6:.0f} MB, {beside}",
             flush=True,

@@ -1,7 +1,8 @@
 """Has a model's attention look across the ranks of an axis while a block runs, whichever function it calls.
 
 Three are met: `kernels.attention`, which asks by itself (`using`); torch's scaled_dot_product_attention, however it was
-imported; and that of models of transformers (`pretrained.py`), which make masks of their own otherwise.
+imported; and that of models of transformers (`pretrained.py`), which make masks of their own otherwise. What is
+checkpointed in a block enters it again when a backward behind it computes it anew.
 
 torch's function is replaced where it lies, since torch's own functions call it there, and looked for by a mode, since a
 module may have imported it by name. Both hold on the threads on which a backward computes blocks anew.
@@ -20,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from disttrain.context_parallel._torch import checkpointing
 from disttrain.context_parallel.faults import refuse, refuse_dropout, refuse_mask
 from disttrain.context_parallel.pretrained import attention_of_transformers
 from disttrain.kernels import Causal, attention
@@ -40,7 +42,7 @@ def attending(parts: Parts, axis: DeviceMesh, way: str | None = None, within: Ma
 
     Args: within  what calls without a rule of ours see at most, such as their own document.
     """
-    with using(parts, axis, way), _BLOCKS.entered(within), _Mode():
+    with using(parts, axis, way, within), _BLOCKS.entered(), _Mode():
         yield
 
 
@@ -50,28 +52,24 @@ class _Blocks:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._within: dict[int, Mask | None] = {}
+        self._num_open = 0
         self._replaced = ExitStack()
 
     @contextmanager
-    def entered(self, within: Mask | None) -> Iterator[None]:
-        key = id(current_cut())
+    def entered(self) -> Iterator[None]:
         with self._lock:
-            if not self._within:
+            if not self._num_open:
                 self._replaced.enter_context(_replacing())
-                self._replaced.enter_context(attention_of_transformers(self.within))
-            self._within[key] = within
+                self._replaced.enter_context(attention_of_transformers(_within))
+                self._replaced.enter_context(checkpointing(_within_the_same_block))
+            self._num_open += 1
         try:
             yield
         finally:
             with self._lock:
-                del self._within[key]
-                if not self._within:
+                self._num_open -= 1
+                if not self._num_open:
                     self._replaced.close()
-
-    def within(self) -> Mask | None:
-        """What calls of this rank see at most. Raises LookupError where it is in no block."""
-        return self._within[id(current_cut())]
 
 
 _BLOCKS: Final = _Blocks()
@@ -108,9 +106,32 @@ def _replacing() -> Iterator[None]:
         F.scaled_dot_product_attention = before
 
 
+def _within_the_same_block(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of a checkpoint, which a backward behind the block computes anew."""
+    cut = current_cut()
+    if cut is None:
+        return function
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if current_cut() == cut:
+            return function(*args, **kwargs)
+        with attending(*cut):
+            return function(*args, **kwargs)
+
+    return run
+
+
 @outside_graphs
 def _attended_here(*args: Any, **kwargs: Any) -> torch.Tensor:
-    return attended_across(*args, within=_BLOCKS.within(), **kwargs)
+    return attended_across(*args, within=_within(), **kwargs)
+
+
+def _within() -> Mask | None:
+    """What calls of this rank see at most. Raises LookupError where it is in no block."""
+    cut = current_cut()
+    if cut is None:
+        raise LookupError
+    return cut.within
 
 
 def attended_across(

@@ -90,6 +90,8 @@ class ProcessGroup:
         """As all ranks of a mesh know it along both axes, of which this is the first; by the ranks of the second."""
         self.peer_memory: Any = None
         """Memory that its ranks share, once somebody has asked for it (`peers/memory.py`)."""
+        self.peer_slots: Any = None
+        """As it is for attention in a ring (`kernels/attention/context/peers.py`)."""
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ TORCH_DOORS = {
     "disttrain/process_group/_c10d.py",  # transports
     "disttrain/process_group/_torch.py",  # what Dynamo does not read
     "disttrain/compiling/_torch.py",  # dispatch modes, compiled modules
+    "disttrain/context_parallel/_torch.py",  # checkpoints
     "disttrain/dtensor/_torch.py",  # tensor subclasses, schemas
     "disttrain/fsdp2/_torch.py",  # modules, the autograd engine, sharding kernels
     "disttrain/kernels/_torch.py",  # modes, norms of several tensors

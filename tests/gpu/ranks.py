@@ -10,6 +10,11 @@ from __future__ import annotations
 import os
 from typing import Final
 
+import pytest
 import torch
 
 NUM_GPU_RANKS: Final = int(os.environ.get("DISTTRAIN_TEST_GPU_RANKS", "0")) or max(1, torch.cuda.device_count())
+
+NEEDS_GPU_EACH: Final = pytest.mark.skipif(
+    torch.cuda.device_count() < NUM_GPU_RANKS, reason="ranks that share a GPU do not share memory"
+)

@@ -326,3 +326,63 @@ def test_two_hundred_steps_of_sharded_models(name: str, sharding: dict[str, Any]
     torch.manual_seed(1)
     assert [step(*batch(index)).item() for index, step in enumerate(steps)] == expected
     assert captured.num_graphs == 1
+
+
+def repeat(step: Callable[[torch.Tensor], Any], x: torch.Tensor) -> None:
+    """As often as it takes to be recorded."""
+    for _ in range(6):
+        step(x)
+
+
+def bytes_kept_by_two_streams() -> int:
+    """Bytes that the allocator has not got back of tensors that two streams have used."""
+    side = torch.cuda.Stream()
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        tensor = torch.ones(1 << 24, device="cuda")
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            tensor.add_(1)
+        tensor.record_stream(side)
+        del tensor
+        torch.cuda.synchronize()
+    torch.empty(1, device="cuda")
+    return torch.cuda.memory_allocated() - before
+
+
+@pytest.mark.parametrize("failing", ["item", "raise"])
+def test_a_recording_that_fails_leaves_nothing_behind(failing: str) -> None:
+    """The stream, the allocator and random numbers are as before, also those of a graph that was recorded earlier."""
+
+    def noisy(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand_like(x)
+
+    def refused(x: torch.Tensor) -> torch.Tensor:
+        total = noisy(x).sum()
+        if failing == "item":
+            total.item()
+        elif torch.cuda.is_current_stream_capturing():
+            raise ValueError("the user's")
+        return total
+
+    x = torch.zeros(1000, device="cuda")
+    earlier = capture_step(noisy)
+    repeat(earlier, x)
+    assert earlier.num_graphs == 1
+    torch.manual_seed(5)
+    expected = [earlier(x), torch.rand(1000, device="cuda")]
+    stream, kept = torch.cuda.current_stream(), bytes_kept_by_two_streams()
+    with pytest.raises((CompileError, ValueError)):
+        repeat(capture_step(refused), x)
+    assert torch.cuda.current_stream() == stream
+    torch.manual_seed(5)
+    for result, wish in zip([earlier(x), torch.rand(1000, device="cuda")], expected, strict=True):
+        assert torch.equal(result, wish)
+    assert bytes_kept_by_two_streams() == kept
+    # Another form of a step that was refused for one is recorded all the same.
+    either = capture_step(lambda x: refused(x) if len(x) > 1000 else noisy(x))
+    large = torch.zeros(2000, device="cuda")
+    with pytest.raises((CompileError, ValueError)):
+        repeat(either, large)
+    repeat(either, x)
+    assert either.num_graphs == 1

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import random
 
-import pytest
 import torch
 
 import disttrain
 from disttrain.process_group.peers.memory import PeerMemory, peer_memory_of
 from disttrain.testing.pytest_plugin import on_ranks
-from tests.gpu.ranks import NUM_GPU_RANKS
+from tests.gpu.ranks import NEEDS_GPU_EACH, NUM_GPU_RANKS
+
+pytestmark = NEEDS_GPU_EACH
 
 
 def memory_of(group: disttrain.ProcessGroup) -> PeerMemory:
     memory = peer_memory_of(group, torch.device("cuda", torch.cuda.current_device()))
-    if memory is None:
-        pytest.skip("these GPUs cannot reach each other")
+    assert memory is not None
     return memory
 
 

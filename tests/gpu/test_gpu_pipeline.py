@@ -210,6 +210,7 @@ def test_the_host_is_not_far_ahead_of_evaluations() -> None:
     torch.cuda.synchronize()
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="ranks that share a GPU do not share memory")
 @on_ranks(2)
 def test_what_follows_a_future_comes_after_the_message() -> None:
     rank = disttrain.get_rank()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from disttrain.kernels import Alibi, Causal, Documents, Prefix, SlidingWindow, S
 from disttrain.kernels.attention.context.current import using
 from disttrain.kernels.attention.context.operator import plan_of
 from disttrain.kernels.attention.context.parts import Parts, by_document, contiguous, mirrored
+from disttrain.kernels.attention.context.planning import heads_cut
 from disttrain.kernels.attention.context.planning.heads_cut import heads_divide
 from disttrain.kernels.attention.rules import Rule
 from disttrain.kernels.attention.runs import dense
@@ -82,6 +84,17 @@ def test_every_rule_in_every_way() -> None:
             cuts = cuts_of(length, num_ranks)
             turns = [(cuts[(number + turn) % len(cuts)], way) for turn, way in enumerate(WAYS)]
             assert_as_one_process(axis, turns, rule_called(name, BATCH, heads[0], length), heads)
+
+
+@on_ranks(2, 3)
+def test_heads_in_groups() -> None:
+    """As where a rank has so many queries that their sums in fp32 would take much memory."""
+    axis = axis_of_all()
+    heads = (4 * axis.size(), 2 * axis.size())
+    with mock.patch.object(heads_cut, "_GROUP_ELEMENTS", 1):
+        for name in NAMES:
+            cuts: list[tuple[Parts, str | None]] = [(mirrored(67, axis.size()), way) for way in ("ring", "gather")]
+            assert_as_one_process(axis, cuts, rule_called(name, BATCH, heads[0], 67), heads)
 
 
 @st.composite

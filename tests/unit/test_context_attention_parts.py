@@ -10,15 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disttrain.kernels import Causal, Documents, SlidingWindow
+from disttrain.kernels.attention.context.agreement import Agreed
 from disttrain.kernels.attention.context.blocks import bands, dense
 from disttrain.kernels.attention.context.blocks.dense import Places
-from disttrain.kernels.attention.context.blocks.join import Joined
 from disttrain.kernels.attention.context.blocks.pieces import ALL, CAUSAL, Piece, pieces_of
 from disttrain.kernels.attention.context.blocks.placed import block_tables, weighted
 from disttrain.kernels.attention.context.parts import Parts, by_document, contiguous, mirrored
+from disttrain.kernels.attention.context.planning.heads_cut import num_head_groups
 from disttrain.kernels.attention.context.planning.plan import ContextPlan, Shape
 from disttrain.kernels.attention.context.planning.steps import GATHER, HEADS, RING, steps_of
 from disttrain.kernels.attention.context.planning.tiles import tiles_of
+from disttrain.kernels.attention.context.sums.joined import Joined
+from disttrain.kernels.attention.context.sums.sums import Sums
 from disttrain.kernels.attention.rules import ScoreIndices, seen
 from tests.cases.attention import NAMES, rule_called
 from tests.cases.kernels import drawn
@@ -36,7 +39,10 @@ def test_pieces_know_what_kernels_know() -> None:
     )
     window = Causal() & SlidingWindow(300)
     assert pieces_of(window, (range(256, 512),), (range(256, 512),)) == (Piece(range(256), range(256), CAUSAL),)
-    assert pieces_of(window, (range(256, 512),), (range(128, 256),)) == (Piece(range(256), range(128), (43, 555)),)
+    assert pieces_of(window, (range(256, 512),), (range(128, 256),)) == (
+        Piece(range(128), range(128), ALL),
+        Piece(range(128, 256), range(128), (43, -1)),
+    )
     assert pieces_of(window, (range(512, 640),), (range(128, 256),)) == (Piece(range(128), range(128), None),)
     assert pieces_of(window, (range(640, 768),), (range(128, 256),)) == ()
 
@@ -55,8 +61,9 @@ def test_parts_join_to_the_whole(name: str) -> None:
         part = slice(run.start, run.stop)
         result = dense.forward(query, key[:, :, part], value[:, :, part], places._replace(keys=positions[part]))
         joined.add(range(length), *result)
-    torch.testing.assert_close(joined.out, expected)
-    torch.testing.assert_close(joined.lse, expected_lse)
+    out, lse = joined.result()
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)
     grad_out = drawn(2, 4, length, 8, seed=7)
     wanted = dense.backward(grad_out, query, key, value, expected, expected_lse, places)
     total = torch.zeros_like(query)
@@ -91,6 +98,48 @@ def test_kernels_of_bands_are_as_dense(band: tuple[int, int]) -> None:
     finite[0, 0, 3] = torch.inf
     for found, wish in zip(grads, dense.backward(grad_out, query, key, value, out, finite, places), strict=True):
         torch.testing.assert_close(found, wish)
+
+
+def counted_by_flash_attention(piece: Piece) -> torch.Tensor:
+    """Which keys it computes for a band (queries, keys): a bound as large as keys are many is none to it, and none
+    beside another bound is as many."""
+    num_queries, num_keys = len(piece.queries), len(piece.keys)
+    assert piece.band is not None
+    before, behind = (-1 if bound >= num_keys else bound for bound in piece.band)
+    if before < 0 <= behind:
+        before = num_keys
+    if behind < 0 <= before:
+        behind = num_keys
+    last_seen = torch.arange(num_queries).unsqueeze(1) + num_keys - num_queries
+    keys = torch.arange(num_keys)
+    if before < 0:
+        return torch.ones(num_queries, num_keys, dtype=torch.bool)
+    return (keys >= last_seen - before) & (keys <= last_seen + behind)
+
+
+@given(
+    st.sampled_from([None, 1, 2, 7, 30, 200]),
+    st.booleans(),
+    st.tuples(st.integers(0, 60), st.integers(1, 90)),
+    st.tuples(st.integers(0, 60), st.integers(1, 90)),
+)
+def test_bands_are_counted_as_flash_attention_does(
+    size: int | None, is_causal: bool, queries: tuple[int, int], keys: tuple[int, int]
+) -> None:
+    window = SlidingWindow(size) if size else None
+    rule = (window & Causal() if window else Causal()) if is_causal else window
+    query_run, key_run = (range(first, first + length) for first, length in (queries, keys))
+    counts = torch.zeros(len(query_run), len(key_run), dtype=torch.int64)
+    for piece in pieces_of(rule, (query_run,), (key_run,)):
+        block = counts[piece.queries.start : piece.queries.stop, piece.keys.start : piece.keys.stop]
+        if piece.band is None:
+            distance = torch.tensor(query_run)[piece.queries].unsqueeze(1) - torch.tensor(key_run)[piece.keys]
+            block += ((distance >= 0) | (not is_causal)) & (distance.abs() < (size or 1000))
+        else:
+            block += counted_by_flash_attention(piece)
+    distance = torch.tensor(query_run).unsqueeze(1) - torch.tensor(key_run)
+    expected = ((distance >= 0) | (not is_causal)) & (distance.abs() < (size or 1000))
+    assert torch.equal(counts, expected.long())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -148,3 +197,36 @@ def test_many_documents_are_planned_quickly() -> None:
     tiles = tiles_of(parts, Causal() & Documents(ids))
     assert len(steps_of(tiles, 0, GATHER)[0].pieces) <= 6 * 100
     assert tiles.imbalance < 0.05
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "num_elements", "expected"),
+    [(8, 1 << 25, 1), (8, 1 << 26, 2), (8, 1 << 30, 8), (1, 1 << 40, 1), (6, 5 << 25, 3), (3, 2 << 25, 1), (8, 0, 1)],
+)
+def test_groups_of_heads_divide_them_and_are_large(num_kv_heads: int, num_elements: int, expected: int) -> None:
+    assert num_head_groups(num_kv_heads, num_elements) == expected
+
+
+def test_layers_of_several_rules_are_compared_once() -> None:
+    """On GPUs to compare lets the host wait."""
+    agreed, compared = Agreed(), []
+    for _ in range(3):
+        for number in (1, 1, 2, 1, 3):
+            compared.append(not agreed.is_known(number))
+            agreed.add(number)
+    assert compared == [True] * 5 + [True] + [False] * 9
+    assert not agreed.is_known(2)
+
+
+@given(st.integers(0, 40), st.data())
+def test_sums_are_zero_where_nothing_comes(length: int, data: st.DataObject) -> None:
+    like = torch.zeros(1, 2, length, 3, dtype=torch.bfloat16)
+    sums, expected = Sums(like), torch.zeros(1, 2, length, 3)
+    for number in range(data.draw(st.integers(0, 6))):
+        start = data.draw(st.integers(0, length))
+        run = range(start, data.draw(st.integers(start, length)))
+        term = drawn(1, 2, len(run), 3, seed=number).to(torch.bfloat16)
+        sums.add(run, term)
+        expected[:, :, run.start : run.stop] += term
+    assert torch.equal(sums.total(), expected)
+    assert torch.equal(sums.total(), expected)

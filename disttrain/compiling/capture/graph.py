@@ -12,6 +12,7 @@ import torch
 
 from disttrain.compiling._torch import count_writes, tree_flatten, tree_unflatten
 from disttrain.compiling.capture.forms import OPERATION, Form, check_results, part_of, with_tensors
+from disttrain.compiling.capture.restoring import restored_if_failed
 from disttrain.compiling.capture.subjects import Subjects
 from disttrain.errors import CompileError, DisttrainError
 from disttrain.kernels.recording import Recording, recording
@@ -57,7 +58,11 @@ class StepGraph:
         results = None
         try:
             # What other threads do is their own: transports look at their events all the time.
-            with _without_warnings(), torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+            with (
+                restored_if_failed(),
+                _without_warnings(),
+                torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"),
+            ):
                 try:
                     self._replays.begin_graph()
                     results = step(*args, **kwargs)

@@ -149,7 +149,7 @@ class CapturedStep:
             return self._run_as_it_is(args, kwargs, f"there are {self._max_graphs} recordings already: see max_graphs.")
         if reason := subjects.obstacle():
             raise CompileError(OPERATION, reason, "Have the whole of it within the step.")
-        if not self._graphs:
+        if not self._graphs or self._pool is None:
             # That of graphs which are gone is gone with them.
             self._pool = torch.cuda.graph_pool_handle()
         try:
@@ -157,6 +157,8 @@ class CapturedStep:
             if reason := subjects.obstacle():
                 raise CompileError(OPERATION, reason, "Have the whole of it within the step.")
         except Exception as error:
+            # torch takes it to be recorded into for ever.
+            self._pool = None
             _tell(error)
             raise
         # Kept with the gradients that it was recorded with, so that their ids are nobody else's.

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from disttrain.compiling._torch import hooks_of, registers_of, versions_of, without_overrides
+from disttrain.kernels.attention.context.current import state_of_block
 
 _MAX_DEPTH = 4
 
@@ -71,6 +72,7 @@ class Subjects:
                     for group in each.param_groups
                 ]
             ),
+            state_of_block(),
             torch.is_grad_enabled(),
             torch.is_autocast_enabled("cuda"),
             torch.get_autocast_dtype("cuda"),

@@ -71,7 +71,7 @@ class PeerMemory:
         received = memory.of(rank, shape, part.dtype, offset)
         sent: list[torch.cuda.Event] = []
 
-        def run(output: torch.Tensor, input: torch.Tensor) -> _OnStream:
+        def run(output: torch.Tensor, input: torch.Tensor) -> OnStream:
             copies.wait_stream(torch.cuda.current_stream(device))
             # Also if what is computed meanwhile fails, and nobody waits.
             input.record_stream(copies)
@@ -81,7 +81,7 @@ class PeerMemory:
                     memory.of((rank + step) % size, shape, input.dtype, offset)[rank].copy_(input, non_blocking=True)
                     sent.append(_recorded(copies))
                 copy_blocks(output[rank], input)
-            return _OnStream(_recorded(copies).wait)
+            return OnStream(_recorded(copies).wait)
 
         issue(group, "all_gather_into_tensor", run, (parts, part), (part,), (parts,), True)
         yield rank, part
@@ -157,11 +157,11 @@ class PeerSum:
         group, stream = self._group, torch.cuda.current_stream(self._terms.device)
         total = self._terms.new_empty(self._shape)
 
-        def run(output: torch.Tensor, input: torch.Tensor) -> _OnStream:
+        def run(output: torch.Tensor, input: torch.Tensor) -> OnStream:
             stream.wait_stream(self._copies)
             self._memory.barrier(group.timeout_s)
             add_up(input, group.group_rank, term, output)
-            return _OnStream(_recorded(stream).wait)
+            return OnStream(_recorded(stream).wait)
 
         issue(group, "reduce_scatter_tensor", run, (total, self._terms), (self._terms,), (total,), False)
         self._sent.clear()
@@ -193,7 +193,7 @@ def add_up(terms: torch.Tensor, rank: int, term: torch.Tensor, total: torch.Tens
         torch.add(block, other, out=result)
 
 
-class _OnStream:
+class OnStream:
     """A TransportWork of what streams do: to wait is to order the current one after it."""
 
     def __init__(self, order: Wait) -> None:

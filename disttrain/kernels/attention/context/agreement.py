@@ -1,7 +1,7 @@
 """Lets the ranks of an axis compare what they are about to compute, before anybody waits for keys that nobody sends.
 
 On CPUs they do so at each call, by one number each. On GPUs, where the host would wait, they do so where a rank's call
-is another than its last one.
+has not followed its last one before: layers of several rules, and backwards that compute anew, soon have been compared.
 """
 
 from __future__ import annotations
@@ -22,8 +22,28 @@ NAME: Final = "attention"
 _REFUSED: Final = -1
 Fields = Mapping[str, str]
 
-_LAST: Final[WeakKeyDictionary[ProcessGroup, int]] = WeakKeyDictionary()
-"""The number of the last call of a group that all its ranks have agreed about."""
+
+class Agreed:
+    """Which call has followed which, that all ranks of a group have agreed about."""
+
+    def __init__(self) -> None:
+        self._last = _REFUSED
+        self._followed: set[tuple[int, int]] = set()
+
+    def is_known(self, number: int) -> bool:
+        """True if a call of this number has followed the last one before."""
+        return (self._last, number) in self._followed
+
+    def add(self, number: int) -> None:
+        """All ranks agree that this is the next call."""
+        if len(self._followed) >= _MOST_FOLLOWED:
+            self._followed.clear()
+        self._followed.add((self._last, number))
+        self._last = number
+
+
+_MOST_FOLLOWED: Final = 4096
+_AGREED: Final[WeakKeyDictionary[ProcessGroup, Agreed]] = WeakKeyDictionary()
 
 
 def agree(group: ProcessGroup, device: torch.device, fields: Fields, error: DisttrainError | None) -> None:
@@ -32,20 +52,23 @@ def agree(group: ProcessGroup, device: torch.device, fields: Fields, error: Dist
     Args:   error  this rank's reason not to.
     Raises: on all ranks: this rank's error, or that of the first rank that has one, or ShapeError that names what is
             not alike.
-    Collective: on CPUs, and elsewhere if the fields are not those of the last call.
+    Collective: on CPUs, and elsewhere if calls like the last one and this have not followed each other before.
     """
     number = _REFUSED if error is not None else _number_of(fields)
+    agreed = _AGREED.get(group) or _AGREED.setdefault(group, Agreed())
     if device.type != "cpu":
         if error is not None:
             # The others may not be comparing.
             group.refuse(NAME, error, ANY)
             raise error
-        if _LAST.get(group) == number:
+        # What is recorded has been compared when it ran as it is.
+        if agreed.is_known(number) or torch.cuda.is_current_stream_capturing():
+            agreed.add(number)
             return
     numbers = torch.empty(group.group_size, dtype=torch.int64, device=device)
     all_gather_into_tensor(numbers, torch.tensor([number], device=device), group)
     if error is None and bool((numbers == number).all()):
-        _LAST[group] = number
+        agreed.add(number)
         return
     answers: list[tuple[dict[str, str], list[str]]] = [({}, [])] * group.group_size
     reason = [] if error is None else [type(error).__name__, error.problem, error.remedy]

@@ -5,15 +5,17 @@ This file loads nothing of what computes: every call of attention looks here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, NamedTuple
+from weakref import ref
 
 from disttrain.process_group._torch import outside_graphs
 from disttrain.process_group.current import current_world
 
 if TYPE_CHECKING:
     from disttrain.kernels.attention.context.parts import Parts
+    from disttrain.kernels.attention.rules import Mask
     from disttrain.mesh import DeviceMesh
 
 
@@ -23,6 +25,8 @@ class Cut(NamedTuple):
     parts: Parts
     axis: DeviceMesh
     way: str | None
+    within: Mask | None = None
+    """What calls without a rule of ours see at most, such as their own document."""
 
 
 ENTERED: Final[list[Cut]] = []
@@ -30,10 +34,10 @@ ENTERED: Final[list[Cut]] = []
 
 
 @contextmanager
-def using(parts: Parts, axis: DeviceMesh, way: str | None = None) -> Iterator[None]:
+def using(parts: Parts, axis: DeviceMesh, way: str | None = None, within: Mask | None = None) -> Iterator[None]:
     """Has attention within the block, and within backwards that run there, take its positions as cut by `parts` over
     `axis`."""
-    cut = Cut(parts, axis, way)
+    cut = Cut(parts, axis, way, within)
     ENTERED.append(cut)
     try:
         yield
@@ -61,3 +65,11 @@ def given_or_current(
     if cut is None or (axis is not None and axis != cut.axis):
         return axis, parts, way
     return cut.axis, parts or cut.parts, way or cut.way
+
+
+def state_of_block() -> Hashable:
+    """Equal to another as long as attention looks across ranks in the same way; it keeps no tensors alive."""
+    cut = current_cut()
+    if cut is None:
+        return None
+    return cut.parts, cut.axis, cut.way, None if cut.within is None else ref(cut.within)

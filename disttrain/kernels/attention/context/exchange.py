@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from disttrain.kernels.attention.context.peers import KEYS, PeerSlots
 from disttrain.process_group import P2POp, ProcessGroup, Work, all_to_all_single, batch_isend_irecv, irecv, isend
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -57,9 +58,17 @@ def _copy(target: torch.Tensor, source: torch.Tensor, slices: Sequence[slice]) -
 class UnderWay:
     """Messages that are being exchanged."""
 
-    def __init__(self, works: Sequence[Work], coming: Mapping[int, torch.Tensor], held: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        works: Sequence[Work],
+        coming: Mapping[int, torch.Tensor],
+        held: Sequence[torch.Tensor],
+        finish: Callable[[], object] | None = None,
+    ) -> None:
         self._works = works
         self._coming = coming
+        self._finish = finish
+        """Is called by all ranks, also where nothing comes."""
         self._held = held
         """Is read until all is sent."""
 
@@ -67,6 +76,8 @@ class UnderWay:
         """The messages, by the ranks of the group that have sent them."""
         for work in self._works:
             work.wait()
+        if self._finish is not None:
+            self._finish()
         self._held = ()
         return self._coming
 
@@ -79,15 +90,22 @@ def start(
     like: torch.Tensor,
     *,
     is_together: bool,
+    slots: PeerSlots | None = None,
+    kind: int = KEYS,
 ) -> UnderWay:
     """Begins to exchange messages of these numbers of elements with ranks of the group.
 
     Args: fill  writes the message to a rank.  like  a tensor of its dtype, on its device.
           is_together  in one all-to-all, in which all ranks of the group take part; else one by one.
+          slots  where messages of this kind go by copy engines.
     """
-    sent, received = (_by_rank(pairs, like) for pairs in (outgoing, incoming))
+    sent = _by_rank(outgoing, like)
     for target, message in sent.messages():
         fill(target, message)
+    if slots is not None:
+        works, coming, finish = slots.start(kind, [*sent.messages()], incoming, like.dtype)
+        return UnderWay(works, coming, [sent.buffer], finish)
+    received = _by_rank(incoming, like)
     if is_together:
         splits = (received.splits(group.group_size), sent.splits(group.group_size))
         work = all_to_all_single(received.buffer, sent.buffer, *splits, group, async_op=True)

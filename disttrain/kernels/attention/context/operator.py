@@ -14,9 +14,9 @@ from disttrain.kernels.attention.context.agreement import NAME, agree
 from disttrain.kernels.attention.context.current import given_or_current
 from disttrain.kernels.attention.context.heads import run_heads
 from disttrain.kernels.attention.context.parts import Parts, contiguous, mirrored
-from disttrain.kernels.attention.context.planning.heads_cut import heads_divide
+from disttrain.kernels.attention.context.planning.heads_cut import heads_divide, num_head_groups
 from disttrain.kernels.attention.context.planning.plan import ContextPlan, Machine, Shape
-from disttrain.kernels.attention.context.planning.steps import HEADS, WAYS
+from disttrain.kernels.attention.context.planning.steps import HEADS, WAYS, most_sent
 from disttrain.kernels.attention.context.planning.tiles import on_host
 from disttrain.kernels.attention.context.steps_run import Program, run_steps
 from disttrain.kernels.attention.operator import as_autocast, attention_of_whole, check_dtypes, check_fits
@@ -89,7 +89,10 @@ def _across(
     if chosen == HEADS:
         return run_heads(query, key, value, mask, scale, by, mesh, parts)
     steps = plan.steps(own_rank, chosen)
-    program = Program(group, parts, steps, chosen, mask, scale_of(query, scale), by)
+    num_elements = query.shape[0] * query.shape[1] * max(parts.sizes) * query.shape[3]
+    num_groups = num_head_groups(key.shape[1], num_elements)
+    most = most_sent(plan.tiles, chosen)
+    program = Program(group, parts, steps, chosen, mask, scale_of(query, scale), by, most, num_groups)
     return run_steps(query, key, value, program)
 
 

@@ -9,11 +9,11 @@ import torch
 
 from disttrain.kernels.attention.context.blocks import bands, dense, placed
 from disttrain.kernels.attention.context.blocks.dense import Places
-from disttrain.kernels.attention.context.blocks.join import Joined
 from disttrain.kernels.attention.context.blocks.pieces import Piece
 from disttrain.kernels.attention.context.parts import positions_of
+from disttrain.kernels.attention.context.sums.joined import Joined
+from disttrain.kernels.attention.context.sums.sums import Sums, part_of
 from disttrain.kernels.attention.rules import Rule, changes_of
-from disttrain.kernels.choice import wide_dtype
 
 _MOST_PIECES: Final = 16
 """More than these for one set of keys take longer to launch than one kernel that asks the rule at each place."""
@@ -51,7 +51,7 @@ class Task:
     def forward(self, joined: Joined, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Adds what the queries see of these keys to what they have seen."""
         for piece in self._pieces(query, key, value):
-            inputs = _part(query, piece.queries), _part(key, piece.keys), _part(value, piece.keys)
+            inputs = part_of(query, piece.queries), part_of(key, piece.keys), part_of(value, piece.keys)
             kernel = self._kernel_of(piece, *inputs)
             if kernel and piece.band is not None:
                 result = bands.forward(kernel, piece.band, *inputs, self._scale)
@@ -63,25 +63,23 @@ class Task:
 
     def backward(
         self,
-        dquery: torch.Tensor,
+        sums: tuple[Sums, Sums, Sums],
         grad_out: torch.Tensor,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds to the queries' gradient, in a wide dtype, and computes the terms of key's and value's, likewise."""
-        wide = wide_dtype(query.dtype)
-        dkey, dvalue = (torch.zeros(tensor.shape, dtype=wide, device=tensor.device) for tensor in (key, value))
+    ) -> None:
+        """Adds to the gradients of query, key and value."""
         for piece in self._pieces(query, key, value):
             own_query, own_key, own_value = inputs = (
-                _part(query, piece.queries),
-                _part(key, piece.keys),
-                _part(value, piece.keys),
+                part_of(query, piece.queries),
+                part_of(key, piece.keys),
+                part_of(value, piece.keys),
             )
-            results = _part(out, piece.queries), _part(lse, piece.queries)
-            own_grad_out = _part(grad_out, piece.queries)
+            results = part_of(out, piece.queries), part_of(lse, piece.queries)
+            own_grad_out = part_of(grad_out, piece.queries)
             kernel = self._kernel_of(piece, own_query, own_key, own_value)
             if kernel and piece.band is not None:
                 grads = bands.backward(kernel, piece.band, own_grad_out, *inputs, *results, self._scale)
@@ -89,11 +87,8 @@ class Task:
                 places = self._places(piece)
                 backward = placed.backward if self._is_placed(*inputs) else dense.backward
                 grads = backward(own_grad_out, *inputs, *results, places)
-            for total, run, grad in zip(
-                (dquery, dkey, dvalue), (piece.queries, piece.keys, piece.keys), grads, strict=True
-            ):
-                _part(total, run).add_(grad)
-        return dkey, dvalue
+            for total, run, grad in zip(sums, (piece.queries, piece.keys, piece.keys), grads, strict=True):
+                total.add(run, grad)
 
     def _pieces(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[Piece, ...]:
         """All pieces; or one, where the rule is asked in each, or they are so many that one kernel is faster."""
@@ -119,7 +114,3 @@ class Task:
             keys[piece.keys.start : piece.keys.stop],
             self._scale,
         )
-
-
-def _part(tensor: torch.Tensor, run: range) -> torch.Tensor:
-    return tensor[:, :, run.start : run.stop]

@@ -54,12 +54,40 @@ def _shifted(run: range, shift: int) -> range:
 
 
 def _pieces_of_band(queries: range, keys: range, band: tuple[int, int] | None) -> Iterator[Piece]:
-    """One piece; or two of a causal band of more keys than queries, of which more kernels know the parts."""
-    if band == CAUSAL and len(keys) > len(queries):
+    """The pieces of a band that kernels count right, and as much as can be of those that more kernels know."""
+    if band is None:
+        yield Piece(queries, keys, None)
+    elif band == CAUSAL and len(keys) > len(queries):
         first = keys.stop - len(queries)
         yield Piece(queries, range(keys.start, first), ALL)
-        keys = range(first, keys.stop)
-    yield Piece(queries, keys, band)
+        yield Piece(queries, range(first, keys.stop), CAUSAL)
+    else:
+        yield from _countable(queries, keys, *band)
+
+
+def _countable(queries: range, keys: range, before: int, behind: int) -> Iterator[Piece]:
+    """Pieces of whose bounds each hides something and is below the number of keys.
+
+    FlashAttention takes a bound as large as the keys are many for none, and then, if there is another, for exactly as
+    many: of more queries than keys the first would not see keys that they see.
+    """
+    # Counted from the last query and the last key, query i sees key j if i - behind <= j <= i + before.
+    num_queries, num_keys = len(queries), len(keys)
+    if behind >= num_queries - 1:
+        behind = -1
+    if before >= num_keys - 1:
+        before = -1
+    if behind >= num_keys:
+        # The last queries see all keys on this side; those before them are too late for the other.
+        first = queries.stop - behind
+        yield from _pieces_of_band(range(queries.start, first), keys, CAUSAL)
+        yield from _countable(range(first, queries.stop), keys, before, -1)
+    elif before >= 0 and behind < 0 and num_queries > num_keys:
+        first = queries.stop - num_keys
+        yield Piece(range(queries.start, first), keys, ALL)
+        yield Piece(range(first, queries.stop), keys, (before, -1))
+    else:
+        yield Piece(queries, keys, (before, behind))
 
 
 def _band(tile: Tile, hiding: Sequence[Mask]) -> tuple[int, int] | None:

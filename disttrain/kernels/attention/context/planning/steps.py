@@ -48,6 +48,16 @@ def steps_of(tiles: Tiles, rank: int, way: str) -> tuple[Step, ...]:
     return (first, *later)
 
 
+@lru_cache(_NUM_KEPT)
+def most_sent(tiles: Tiles, way: str) -> tuple[int, ...]:
+    """Of each step of "ring" the most positions whose keys a rank sends: 0 where none does. Of "gather" nothing."""
+    if way != RING:
+        return ()
+    ranks = range(tiles.parts.num_ranks)
+    later = [max(tiles.num_needed((rank + number) % len(ranks), rank) for rank in ranks) for number in ranks[1:]]
+    return (0, *later)
+
+
 def _step(tiles: Tiles, rank: int, targets: list[int], sources: list[int], *, has_own: bool) -> Step:
     sends = ((target, tiles.needed(target, rank)) for target in targets)
     receives = ((source, tiles.needed(rank, source)) for source in sources)

@@ -1,0 +1,36 @@
+"""The one door to torch's private names for sequences that are cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.utils.checkpoint
+
+Function = Callable[..., Any]
+
+
+@contextmanager
+def checkpointing(wrapped: Callable[[Function], Function]) -> Iterator[None]:
+    """Has `torch.utils.checkpoint.checkpoint`, however it was imported, compute `wrapped(function)` within the block.
+
+    The backward computes what was given here anew, wherever it runs.
+    """
+    module: Any = torch.utils.checkpoint
+    kind: Any = module.CheckpointFunction
+    generate, forward = module._checkpoint_without_reentrant_generator, kind.forward
+
+    def generate_wrapped(function: Function, *args: Any, **kwargs: Any) -> Any:
+        return generate(wrapped(function), *args, **kwargs)
+
+    def forward_wrapped(ctx: Any, function: Function, *args: Any) -> Any:
+        return forward(ctx, wrapped(function), *args)
+
+    module._checkpoint_without_reentrant_generator = generate_wrapped
+    kind.forward = staticmethod(forward_wrapped)
+    try:
+        yield
+    finally:
+        module._checkpoint_without_reentrant_generator = generate
+        kind.forward = staticmethod(forward)
