@@ -1,4 +1,4 @@
-"""Which samples a step has: a pure function of the seed and of the step's place in the run, alike for any replicas.
+"""Chooses the samples of a step: a pure function of the seed and of the step's place in the run, for any replicas.
 
 The samples of all epochs stand in one row, each epoch's in an order of its own. A batch is the next `batch_size` of
 them, and replicas cut it. So every sample comes once in each epoch, all batches are full, and the position in the data

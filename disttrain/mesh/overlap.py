@@ -58,7 +58,7 @@ def _left_over(members: Ranks, inner: Sequence[Ranks], rank: int) -> tuple[list[
 
 
 def _within(place: int, loops: Sequence[Loop]) -> int:
-    """How far the loops have gone at a place."""
+    """The steps that the loops have gone at a place."""
     return sum(place // stride % size * stride for size, stride in loops if stride > 0)
 
 

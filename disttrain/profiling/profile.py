@@ -284,7 +284,7 @@ def _finish_device() -> None:
 
 
 def _exported(profiler: torch.profiler.profile) -> dict[str, Any]:
-    """What the profiler has recorded, in Chrome's format."""
+    """The events that the profiler has recorded, in Chrome's format."""
     with tempfile.TemporaryDirectory(prefix="disttrain-profile-") as folder:
         file = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(file))

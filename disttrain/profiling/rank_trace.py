@@ -18,12 +18,12 @@ Event = dict[str, Any]
 Span = tuple[int, int]
 
 LOADERS: Final = ("enumerate(DataLoader)", "data wait")
-"""How ranges begin that wait for data: that of torch's DataLoader, and what a script names so itself."""
+"""Beginnings of ranges that wait for data: of torch's DataLoader, and of those that a script names so itself."""
 
 STEP: Final = re.compile(r"ProfilerStep#(\d+)")
 """The range of a step, under torch's name for it."""
 OF_NCCL: Final = "nccl:"
-"""How torch's own ranges around NCCL's kernels begin."""
+"""The name that torch's own ranges around NCCL's kernels begin with."""
 ON_DEVICE: Final = {"kernel", "gpu_memcpy", "gpu_memset"}
 _BETWEEN_DEVICES: Final = ("PtoP", "Peer")
 
@@ -42,7 +42,7 @@ class RankTrace:
 def read_rank_trace(
     trace: Mapping[str, Any], steps: Collection[int], axis_names: Mapping[str, str], alone: Collection[str] = ()
 ) -> RankTrace:
-    """What `trace` says of these `steps`, by torch's numbers; of all that is there where none is given.
+    """Reads what `trace` says of these `steps`, by torch's numbers; of all that is there where none is given.
 
     `communication` has kernels by mesh axis on a device, and the waits of the host without one. `axis_names`: of each
     group by its name; `alone`: axes of one rank, on which nobody is waited for.

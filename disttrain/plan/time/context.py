@@ -49,9 +49,9 @@ def keys_of(job: Job, choice: Choice) -> Keys | None:
 
 
 def exposed_s(job: Job, choice: Choice, times: int, attention_s: float, taken_share: float) -> float:
-    """What the exchange adds to attention of `attention_s`, beside whose parts of the ranks before the last it goes,
-    `times` as much as one way. What is hidden takes `taken_share` of its time from what hides it, if it leaves the
-    host; within one, copy engines do it."""
+    """The time that the exchange adds to attention of `attention_s`, beside whose parts of the ranks before the last it
+    goes, `times` as much as one way. What is hidden takes `taken_share` of its time from what hides it, if it leaves
+    the host; within one, copy engines do it."""
     keys = keys_of(job, choice)
     if keys is None:
         return 0.0

@@ -105,7 +105,7 @@ def _check(kind: type, name: str) -> None:
 
 
 def _found(module: str, qualified_name: str) -> Any:
-    """What a loaded module has under a name; its classes' attributes are looked at, and none computed."""
+    """Gets what a loaded module has under a name; its classes' attributes are looked at, and none computed."""
     found: Any = sys.modules.get(module)
     for name in qualified_name.split("."):
         found = vars(found).get(name) if hasattr(found, "__dict__") else None

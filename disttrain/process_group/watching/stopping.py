@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 AGREE_S: Final = 30.0
-"""How long all ranks' witnesses may take to say how far their ranks are."""
+"""The time that all ranks' witnesses may take to say how far their ranks are."""
 _LOOK_S: Final = 1.0
 _NEVER: Final = math.inf
 """Where a rank has left already, since the job is at its end."""
