@@ -79,7 +79,7 @@ class SharedClock:
         self._due_s = began_s + rank * SPACING_S
 
     def look(self, now_s: float) -> tuple[float, float] | None:
-        """Asks for the clock, and returns the result of `ask_clock`; None where it is not due, has been returned already, or nobody knows it yet."""
+        """The result of `ask_clock`; None where it is not due, has been returned already, or nobody knows it yet."""
         if now_s < self._due_s:
             return None
         name = f"clock of {self._boot or self._rank}/{self._num_vain}"
