@@ -198,8 +198,8 @@ class Ranks:
         elif ERROR in answer:
             self._failures.append(Failure(rank.rank, answer[AT_S], answer[ERROR]))
         elif not self._is_ending:
-            told = _death(rank.process.exitcode or 0)
-            self._failures.append(Failure(rank.rank, time.monotonic() - _NOTICED_S, told))
+            cause = _death(rank.process.exitcode or 0)
+            self._failures.append(Failure(rank.rank, time.monotonic() - _NOTICED_S, cause))
 
 
 def _show(rank: int, lines: Sequence[str], *, is_error: bool) -> None:

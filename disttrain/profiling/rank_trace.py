@@ -107,9 +107,9 @@ class Launches:
                 by_thread[event["tid"]].append(event)
             elif event["name"].startswith(OF_NCCL):
                 self.launched[OF_NCCL, event.get("args", {}).get("External id")] = event
-        for thread, found in by_thread.items():
-            found.sort(key=lambda event: event["ts"])
-            self.ranges[thread] = [event["ts"] for event in found], found
+        for thread, nested in by_thread.items():
+            nested.sort(key=lambda event: event["ts"])
+            self.ranges[thread] = [event["ts"] for event in nested], nested
         for event in self.events:
             if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {}):
                 self.launched[event["args"]["correlation"]] = event
@@ -129,9 +129,9 @@ class Launches:
         launch = self.launched.get(key)
         if launch is None or launch["tid"] not in self.ranges:
             return None
-        starts, found = self.ranges[launch["tid"]]
+        starts, nested = self.ranges[launch["tid"]]
         # The innermost of those that are open: the last that has begun by then and has not ended.
-        for event in reversed(found[: bisect.bisect_right(starts, launch["ts"])][-4:]):
+        for event in reversed(nested[: bisect.bisect_right(starts, launch["ts"])][-4:]):
             if event["ts"] + event.get("dur", 0) >= launch["ts"]:
                 _, axis = parsed(event["name"]) or ("", "")
                 return axis

@@ -86,13 +86,13 @@ class SharedClock:
         self._num_vain += 1
         self._due_s = now_s + ANSWER_S * (1 << min(self._num_vain, 10))
         try:
-            told = once(self._store, name, self._asked, 1.2 * ANSWER_S)
+            answer = once(self._store, name, self._asked, 1.2 * ANSWER_S)
         except StoreError:
             return None
-        if told == _UNKNOWN:
+        if answer == _UNKNOWN:
             return None
         self._due_s = float("inf")
-        offset_s, error_s = map(float, told.split())
+        offset_s, error_s = map(float, answer.split())
         return offset_s, error_s
 
     def _asked(self) -> str:

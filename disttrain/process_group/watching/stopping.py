@@ -100,8 +100,8 @@ class Stopping:
             store, size = self._world.store, self._group.group_size
             store.set(f"stop/{self._world.rank}", str(num_passed))
             if store.add("stop/num_told", 1) == size:
-                told = store.multi_get([f"stop/{rank}" for rank in range(size)])
-                store.compare_set("stop/after", b"", str(max(map(int, told)) + 1))
+                answers = store.multi_get([f"stop/{rank}" for rank in range(size)])
+                store.compare_set("stop/after", b"", str(max(map(int, answers)) + 1))
 
     def _agreed(self) -> float:
         """The number of the question that is answered by yes, _NEVER or _UNKNOWN, as for all ranks."""
