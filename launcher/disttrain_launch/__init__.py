@@ -8,7 +8,8 @@ The parts, from the command line inwards:
     submit/             the same flags as a batch script, a manifest, or launchers started by ssh
     rendezvous/
       rounds, messages  nodes, places and ranks; what nodes and node 0 tell each other; pure
-      state             nodes that come, go and fail in, rounds out; with node_numbers, pending, refusals, restarts; pure
+      state             nodes that come, go and fail in, rounds out; pure, as are node_numbers, pending, refusals,
+                        restarts beside it
       node0             its shell over disttrain.store; sweeping removes what old rounds left there
       lease, standby    who leads, who keeps the store's standby and takes node 0's place
       inherited         the rendezvous as a successor of node 0 goes on with it; pure
