@@ -27,7 +27,7 @@ from torch.distributed.tensor.experimental import _attention as torchs
 import disttrain
 from disttrain.context_parallel import CutPlan, plan_cut
 from disttrain.kernels import Causal, attention
-from disttrain.kernels.attention.context.steps import HEADS, WAYS
+from disttrain.kernels.attention.context.planning.steps import HEADS, WAYS
 
 NUM_WARMUPS = 3
 

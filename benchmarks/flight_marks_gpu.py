@@ -21,7 +21,7 @@ from harness import Row, command_line, finish, row
 
 import disttrain
 from disttrain.flight_recorder import FlightRecorder
-from disttrain.flight_recorder.record import device_marks
+from disttrain.flight_recorder.record.device import marks as device_marks
 from disttrain.process_group import World
 from disttrain.process_group.peers.cuda_driver import write_number
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from disttrain.dtensor import Replicate, Shard, local_shape_and_offset
 from disttrain.kernels import Causal
 from disttrain.kernels.attention.context.parts import Parts, contiguous, mirrored
-from disttrain.kernels.attention.context.steps import RING, Step, steps_of
-from disttrain.kernels.attention.context.tiles import tiles_of
+from disttrain.kernels.attention.context.planning.steps import RING, Step, steps_of
+from disttrain.kernels.attention.context.planning.tiles import tiles_of
 from disttrain.mesh import MeshLayout
 from disttrain.pipelining import Costs, draw_svg, make_schedule, simulate
 

@@ -35,7 +35,7 @@ OWN_PAGES |= {
 }
 
 AT_THE_FRONT_DOOR = {"disttrain.mesh", "disttrain.process_group"}
-PARTS = {f"disttrain.{path.parent.name}" for path in (ROOT / "disttrain").glob("*/__init__.py")}
+PARTS = {f"disttrain.{path.parent.name}" for path in (ROOT / "disttrain").glob("[!_]*/__init__.py")}
 _WITHIN = {"disttrain.checkpoint.interop", "disttrain.process_group.functional"}
 PACKAGES = ("disttrain", *sorted(PARTS - AT_THE_FRONT_DOOR | _WITHIN))
 """Those with a page of reference."""

@@ -7,9 +7,9 @@ import struct
 
 from disttrain.flight_recorder.dumps.dump import Dump
 from disttrain.flight_recorder.dumps.words import DUMP_VERSION
-from disttrain.flight_recorder.record import ring_layout as layout
-from disttrain.flight_recorder.record.process_state import GONE
+from disttrain.flight_recorder.record.process.process_state import GONE
 from disttrain.flight_recorder.record.record import CallSite, Stack, State
+from disttrain.flight_recorder.record.ring import layout
 from disttrain.ranks import Ranks
 
 _NUM_COUNTERS = 4096

@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from disttrain._python.garbage import uncollected
 from disttrain.checkpoint import LocalStorage, save
 from disttrain.checkpoint.format.box import Box
 from disttrain.checkpoint.format.image import Written
@@ -45,7 +46,6 @@ from disttrain.checkpoint.layout import TensorSpec
 from disttrain.checkpoint.outline import Outline
 from disttrain.checkpoint.plan import plan_load, plan_save
 from disttrain.checkpoint.saving.commit import Contents, files_about
-from disttrain.garbage import uncollected
 
 COLUMNS = 16
 MIB = 1 << 20

@@ -33,7 +33,7 @@ from harness import OURS, TORCH, Row, command_line, finish, row
 from disttrain.flight_recorder.dumps.dump import MAGIC, Dump, dump_name, encode, packed
 from disttrain.flight_recorder.dumps.words import rank_name
 from disttrain.flight_recorder.record.record import Record, State
-from disttrain.flight_recorder.record.ring_layout import SUFFIX as RING_SUFFIX
+from disttrain.flight_recorder.record.ring.layout import SUFFIX as RING_SUFFIX
 
 SIZES, QUICK_SIZES = (1024, 2048, 4096), (32, 64)
 TORCH_CASES = ("one absent", "half absent")

@@ -9,8 +9,8 @@ from __future__ import annotations
 from disttrain.context_parallel.batch import CutBatch, cut_batch
 from disttrain.context_parallel.context import context_parallel, context_parallel_unshard, set_rotate_method
 from disttrain.context_parallel.positions import own_positions
-from disttrain.kernels.attention.context.cut import CutPlan, plan_cut
 from disttrain.kernels.attention.context.parts import Parts
+from disttrain.kernels.attention.context.planning.cut import CutPlan, plan_cut
 
 __all__ = [
     "CutBatch",

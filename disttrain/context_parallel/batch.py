@@ -13,8 +13,8 @@ from disttrain.context_parallel.gathering import gathered
 from disttrain.context_parallel.ranks import alike, check_axis
 from disttrain.errors import ArgumentError, MeshError, ShapeError
 from disttrain.kernels import Causal, Documents
-from disttrain.kernels.attention.context.cut import plan_cut
 from disttrain.kernels.attention.context.parts import Parts
+from disttrain.kernels.attention.context.planning.cut import plan_cut
 from disttrain.kernels.attention.rules import Rule
 from disttrain.mesh import DeviceMesh
 from disttrain.process_group.calls.collectives import all_reduce

@@ -7,9 +7,9 @@ from typing import Any, Final, cast
 
 from torch import nn
 
+from disttrain._python.made_classes import made_by
 from disttrain.errors import DisttrainError
 from disttrain.experts.exchange.base import NAME
-from disttrain.made_classes import made_by
 from disttrain.process_group import ProcessGroup
 from disttrain.process_group.watching.refusals import ANY
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from disttrain.flight_recorder.analysis.verdict import Verdict as Verdict
     from disttrain.flight_recorder.dumps.dump import Dump as Dump
     from disttrain.flight_recorder.dumps.dump import write_dump as write_dump
-    from disttrain.flight_recorder.dumps.reader import read_dump as read_dump
+    from disttrain.flight_recorder.dumps.reading.reader import read_dump as read_dump
     from disttrain.flight_recorder.dumps.triggers import enable as enable
     from disttrain.flight_recorder.live.step_summaries import StepSummaries as StepSummaries
     from disttrain.flight_recorder.live.summary_outputs import PrometheusFile as PrometheusFile

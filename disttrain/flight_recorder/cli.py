@@ -10,13 +10,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from disttrain._python.garbage import uncollected
 from disttrain.command_line import Parser, add_version
 from disttrain.console import write
 from disttrain.errors import FlightDumpError
 from disttrain.flight_recorder.analysis.analysis import Analysis, analyze
 from disttrain.flight_recorder.analysis.verdict import Kind
 from disttrain.flight_recorder.views.report import as_json, as_text
-from disttrain.garbage import uncollected
 
 USAGE = 2
 

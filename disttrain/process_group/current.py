@@ -17,7 +17,6 @@ from typing import Any, Final
 import torch
 
 from disttrain.arguments import arguments_of
-from disttrain.durations import Duration, seconds
 from disttrain.errors import GroupError
 from disttrain.process_group.backends import choose_backends
 from disttrain.process_group.group import ProcessGroup
@@ -27,6 +26,7 @@ from disttrain.process_group.world import NON_GROUP_MEMBER, NonGroupMember, Worl
 from disttrain.ranks import Ranks
 from disttrain.settings import FLIGHT_RECORDER, TIMEOUT_S
 from disttrain.store import HashStore, PrefixStore, Store
+from disttrain.store.durations import Duration, seconds
 
 _RECORDER: Final = "disttrain.flight_recorder.dumps.triggers"
 

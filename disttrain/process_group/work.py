@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from disttrain.durations import Duration, seconds
 from disttrain.errors import DisttrainError
 from disttrain.process_group.watching.observer import Call, Recorder
+from disttrain.store.durations import Duration, seconds
 
 if TYPE_CHECKING:
     from disttrain.process_group.interfaces import GroupLike

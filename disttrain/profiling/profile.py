@@ -19,7 +19,7 @@ import torch
 from disttrain.errors import SettingError, StoreError
 from disttrain.flight_recorder.live.step_tally import Ended
 from disttrain.flight_recorder.record.recorder import FlightRecorder
-from disttrain.flight_recorder.record.ring_tail import RingTail
+from disttrain.flight_recorder.record.ring.tail import RingTail
 from disttrain.process_group import World, current_world, is_initialized
 from disttrain.process_group._torch import profiler
 from disttrain.profiling.breakdown import Breakdown, times_of_rank

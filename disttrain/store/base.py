@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Self
 
-from disttrain.durations import Duration, seconds_or_none_at_all
 from disttrain.errors import SettingError
+from disttrain.store.durations import Duration, seconds_or_none_at_all
 from disttrain.store.protocol.values import Value, checked_pairs, to_bytes
 
 

@@ -7,13 +7,13 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from disttrain.durations import Duration
 from disttrain.errors import SettingError, StoreAddressError, StoreConnectionError, StoreTimeoutError
 from disttrain.settings import TOKEN_FILE
 from disttrain.store.connection.addresses import is_unix
 from disttrain.store.connection.channel import Channel
 from disttrain.store.connection.dial import Dialer
 from disttrain.store.connection.listeners import Listener, SharedChannel
+from disttrain.store.durations import Duration
 from disttrain.store.protocol.auth import read_token
 from disttrain.store.protocol.methods import StoreMethods
 from disttrain.store.protocol.wire import Address, Answer, Op

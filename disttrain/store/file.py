@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final, Self
 
-from disttrain.durations import Duration
 from disttrain.errors import DisttrainError, StoreConnectionError, StoreTimeoutError
+from disttrain.store.durations import Duration
 from disttrain.store.file_log import FileLog, pauses
 from disttrain.store.protocol.limits import Limits
 from disttrain.store.protocol.methods import StoreMethods

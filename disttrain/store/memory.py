@@ -6,8 +6,8 @@ import itertools
 import threading
 from typing import Any, Self
 
-from disttrain.durations import Duration
 from disttrain.errors import StoreConnectionError
+from disttrain.store.durations import Duration
 from disttrain.store.protocol.limits import Limits
 from disttrain.store.protocol.methods import StoreMethods
 from disttrain.store.protocol.state import NEVER_S, Outgoing, StoreState

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Self
 
-from disttrain.durations import Duration
 from disttrain.errors import StoreError
 from disttrain.store.base import Store, checked_store
+from disttrain.store.durations import Duration
 from disttrain.store.protocol.values import Value, to_bytes, to_keys
 
 

@@ -18,8 +18,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from disttrain._python.signals import ignore_all
 from disttrain.errors import DisttrainError, SettingError, StoreAddressError, StoreAuthError, StoreError
-from disttrain.signals import ignore_all
 from disttrain.store.connection.addresses import is_unix, lookup_name, unix_path
 from disttrain.store.connection.keepalive import set_options
 from disttrain.store.protocol.handshake import Votes, to_address

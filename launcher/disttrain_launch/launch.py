@@ -17,10 +17,10 @@ from pathlib import Path
 from disttrain import settings
 from disttrain.errors import DisttrainError, LaunchError
 from disttrain_launch.output.events import Record, cause_of
-from disttrain_launch.output.fates import fates
-from disttrain_launch.output.report import ending
-from disttrain_launch.output.screen import Outlet
+from disttrain_launch.output.failure.fates import fates
+from disttrain_launch.output.failure.report import ending
 from disttrain_launch.output.telling import Telling
+from disttrain_launch.output.terminal.screen import Outlet
 from disttrain_launch.output.view import JobState
 from disttrain_launch.rendezvous.node0 import Leader, Say
 from disttrain_launch.rendezvous.part import take_part
@@ -155,7 +155,7 @@ def _story(
 ) -> tuple[str, Mapping[str, object]]:
     if not others and not dumps.is_dir():
         return "", {}
-    from disttrain_launch.output.dump_story import story  # see there: a start does not wait for it
+    from disttrain_launch.output.failure.dump_story import story  # see there: a start does not wait for it
 
     report = story(dumps, own_folder, others, outcome, spec, started_s, is_over=is_over)
     return report.text, report.facts
@@ -164,7 +164,7 @@ def _story(
 def _keep_rings(environ: Mapping[str, str]) -> None:
     """Keeps the rings that workers left, where the agent was killed and nobody knows the round."""
     if (rings := ring_folder(environ)).is_dir():
-        from disttrain.flight_recorder.dumps.orphaned_rings import (
+        from disttrain.flight_recorder.dumps.rings.orphaned_rings import (
             collect_linked,  # only the warden of a killed agent needs it
         )
 

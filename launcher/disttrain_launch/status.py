@@ -20,8 +20,8 @@ from disttrain.command_line import Parser
 from disttrain.console import write
 from disttrain.errors import LaunchError, StoreConnectionError, StoreError, StoreTimeoutError
 from disttrain.store import PrefixStore, TCPStore, read_token
-from disttrain_launch.output.screen import Outlet, Screen
-from disttrain_launch.output.table import drawn, table_of
+from disttrain_launch.output.terminal.screen import Outlet, Screen
+from disttrain_launch.output.terminal.table import drawn, table_of
 from disttrain_launch.output.view import Sight, look
 from disttrain_launch.rendezvous.node0 import ROOM
 from disttrain_launch.request.job import OPERATION

@@ -19,7 +19,7 @@ TORCH_FREE = {
     "disttrain.checkpoint": "disttrain/checkpoint/__init__.py",
     "disttrain.checkpoint.cli": "disttrain/checkpoint/cli.py",
     "disttrain.checkpoint.async_saving.writer_process": "disttrain/checkpoint/async_saving/writer_process.py",
-    "disttrain.durations": "disttrain/durations.py",
+    "disttrain.store.durations": "disttrain/store/durations.py",
     "disttrain.errors": "disttrain/errors.py",
     "disttrain.examples.__main__": "disttrain/examples/__main__.py",
     "disttrain.flight_recorder.cli": "disttrain/flight_recorder/cli.py",

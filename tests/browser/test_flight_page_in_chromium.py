@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from disttrain.flight_recorder.analysis.alignment.match import match
 from disttrain.flight_recorder.analysis.analysis import Analysis
 from disttrain.flight_recorder.analysis.judge import judge
-from disttrain.flight_recorder.analysis.match import match
 from disttrain.flight_recorder.dumps.dump import Dump
 from disttrain.flight_recorder.record.record import Frame, ThreadStack
 from disttrain.flight_recorder.views.page import as_html

@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgpack
 
 from disttrain.flight_recorder.dumps.dump import MAGIC
-from disttrain.flight_recorder.record import ring_layout as layout
+from disttrain.flight_recorder.record.ring import layout
 
 _ROOT: Final = str(Path(__file__).parents[2])
 _NAMES: Final = tuple(

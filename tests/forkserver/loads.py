@@ -65,9 +65,9 @@ def _load_writer() -> None:
 def _load_launcher() -> None:
     """What launchers would load, with each of its commands, tests' stand-in for it, and what stores' servers would."""
     for name in (
-        "disttrain.flight_recorder.dumps.orphaned_rings",
+        "disttrain.flight_recorder.dumps.rings.orphaned_rings",
         "disttrain.store.standby.elector",
-        "disttrain_launch.output.dump_story",
+        "disttrain_launch.output.failure.dump_story",
         "disttrain_launch.launch",
         "disttrain_launch.status",
         "disttrain_launch.submit.command",

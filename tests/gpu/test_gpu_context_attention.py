@@ -7,11 +7,11 @@ import torch
 
 import disttrain
 from disttrain.kernels import Causal, attention
-from disttrain.kernels.attention.context import bands, dense, placed
-from disttrain.kernels.attention.context.dense import Places
-from disttrain.kernels.attention.context.heads_cut import heads_divide
+from disttrain.kernels.attention.context.blocks import bands, dense, placed
+from disttrain.kernels.attention.context.blocks.dense import Places
+from disttrain.kernels.attention.context.blocks.pieces import ALL, CAUSAL
 from disttrain.kernels.attention.context.parts import mirrored
-from disttrain.kernels.attention.context.pieces import ALL, CAUSAL
+from disttrain.kernels.attention.context.planning.heads_cut import heads_divide
 from disttrain.kernels.attention.context.sums import reference, triton_kernels
 from disttrain.kernels.attention.plan import CUDNN, FLASH
 from disttrain.kernels.attention.rules import Rule, SlidingWindow

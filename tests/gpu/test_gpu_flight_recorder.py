@@ -12,7 +12,7 @@ import torch
 import disttrain
 from disttrain.flight_recorder import FlightRecorder, read_dump
 from disttrain.flight_recorder.live.watchdog import Watchdog
-from disttrain.flight_recorder.record.device_marks import MIN_BETWEEN_NS
+from disttrain.flight_recorder.record.device.marks import MIN_BETWEEN_NS
 from disttrain.process_group import World, entered_world
 from disttrain.store import HashStore
 

@@ -17,11 +17,11 @@ import disttrain
 from disttrain.dtensor import Shard, distribute_tensor
 from disttrain.errors import DisttrainError, LayoutError, MeshError, ShapeError
 from disttrain.kernels import Alibi, Causal, Documents, Prefix, SlidingWindow, SoftCap, attention
-from disttrain.kernels.attention.context import heads_cut
 from disttrain.kernels.attention.context.current import using
-from disttrain.kernels.attention.context.heads_cut import heads_divide
 from disttrain.kernels.attention.context.operator import plan_of
 from disttrain.kernels.attention.context.parts import Parts, by_document, contiguous, mirrored
+from disttrain.kernels.attention.context.planning import heads_cut
+from disttrain.kernels.attention.context.planning.heads_cut import heads_divide
 from disttrain.kernels.attention.rules import Rule
 from disttrain.kernels.attention.runs import dense
 from disttrain.kernels.attention.sdpa import attended

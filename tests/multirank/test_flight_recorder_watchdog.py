@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from disttrain.flight_recorder import Dump, Kind, analyze
-from disttrain.flight_recorder.dumps.ring_reader import read_ring
+from disttrain.flight_recorder.dumps.rings.reader import read_ring
 from disttrain.store import TCPStore
 
 if TYPE_CHECKING:

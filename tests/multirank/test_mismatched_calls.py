@@ -13,11 +13,11 @@ import disttrain
 from disttrain import ProcessGroup
 from disttrain.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupError
 from disttrain.flight_recorder import FlightRecorder
+from disttrain.flight_recorder.analysis.alignment.match import match
 from disttrain.flight_recorder.analysis.judge import judge
-from disttrain.flight_recorder.analysis.match import match
 from disttrain.flight_recorder.analysis.verdict import Kind
 from disttrain.flight_recorder.dumps.dump import encode
-from disttrain.flight_recorder.dumps.reader import decode
+from disttrain.flight_recorder.dumps.reading.reader import decode
 from disttrain.testing.pytest_plugin import on_ranks
 
 WITHIN_S = 8

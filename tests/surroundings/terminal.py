@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from disttrain_launch.output.screen import Outlet, Screen
+from disttrain_launch.output.terminal.screen import Outlet, Screen
 
 _PIECES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+")
 

@@ -14,12 +14,12 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 
+from disttrain._python.pickles import parse
 from disttrain.checkpoint import LocalStorage, PerRank, Value, load, load_full, save
 from disttrain.checkpoint.cli import main
 from disttrain.checkpoint.interop import convert, load_dcp, load_safetensors, load_torch, save_dcp, save_safetensors
 from disttrain.checkpoint.storage.base import ReadableFile
 from disttrain.errors import CheckpointError
-from disttrain.pickles import parse
 from tests.cases.checkpoints import as_bytes, nested, tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

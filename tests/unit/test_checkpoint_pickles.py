@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from disttrain._python.pickles import Made, Map, Name, parse
 from disttrain.checkpoint.interop.pickle_writing import dumps
-from disttrain.pickles import Made, Map, Name, parse
 
 plain_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),

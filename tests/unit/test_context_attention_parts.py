@@ -10,18 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disttrain.kernels import Causal, Documents, SlidingWindow
-from disttrain.kernels.attention.context import bands, dense
 from disttrain.kernels.attention.context.agreement import Agreed
-from disttrain.kernels.attention.context.dense import Places
-from disttrain.kernels.attention.context.heads_cut import num_head_groups
+from disttrain.kernels.attention.context.blocks import bands, dense
+from disttrain.kernels.attention.context.blocks.dense import Places
+from disttrain.kernels.attention.context.blocks.pieces import ALL, CAUSAL, Piece, pieces_of
+from disttrain.kernels.attention.context.blocks.placed import block_tables, weighted
 from disttrain.kernels.attention.context.parts import Parts, by_document, contiguous, mirrored
-from disttrain.kernels.attention.context.pieces import ALL, CAUSAL, Piece, pieces_of
-from disttrain.kernels.attention.context.placed import block_tables, weighted
-from disttrain.kernels.attention.context.plan import ContextPlan, Shape
-from disttrain.kernels.attention.context.steps import GATHER, HEADS, RING, steps_of
+from disttrain.kernels.attention.context.planning.heads_cut import num_head_groups
+from disttrain.kernels.attention.context.planning.plan import ContextPlan, Shape
+from disttrain.kernels.attention.context.planning.steps import GATHER, HEADS, RING, steps_of
+from disttrain.kernels.attention.context.planning.tiles import tiles_of
 from disttrain.kernels.attention.context.sums.joined import Joined
 from disttrain.kernels.attention.context.sums.sums import Sums
-from disttrain.kernels.attention.context.tiles import tiles_of
 from disttrain.kernels.attention.rules import ScoreIndices, seen
 from tests.cases.attention import NAMES, rule_called
 from tests.cases.kernels import drawn

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from disttrain.errors import ShapeError
 from disttrain.kernels import Causal, Documents, Prefix, SlidingWindow
-from disttrain.kernels.attention.context.cut import plan_cut, plan_cuts
-from disttrain.kernels.attention.context.tiles import Tiles
+from disttrain.kernels.attention.context.planning.cut import plan_cut, plan_cuts
+from disttrain.kernels.attention.context.planning.tiles import Tiles
 from disttrain.kernels.attention.rules import Rule
 
 LENGTH = 8192

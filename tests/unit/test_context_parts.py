@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from disttrain.kernels import Causal, Documents, Prefix, SlidingWindow
 from disttrain.kernels.attention.context.parts import Parts, by_document, contiguous, mirrored
-from disttrain.kernels.attention.context.tiles import Tiles, tiles_of
+from disttrain.kernels.attention.context.planning.tiles import Tiles, tiles_of
 from disttrain.kernels.attention.rules import Rule, ScoreIndices, seen
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from disttrain.dtensor.dispatch import global_outputs
-from disttrain.dtensor.dispatch.known_pointwise import _OF_TRUTH, _UNTAGGED, formula_of
-from disttrain.dtensor.dispatch.known_results import RESULTS, known_results
-from disttrain.dtensor.dispatch.known_shapes import FORMULAS, known_outputs
+from disttrain.dtensor.dispatch.outputs import global_outputs
+from disttrain.dtensor.dispatch.outputs.known_pointwise import _OF_TRUTH, _UNTAGGED, formula_of
+from disttrain.dtensor.dispatch.outputs.known_results import RESULTS, known_results
+from disttrain.dtensor.dispatch.outputs.known_shapes import FORMULAS, known_outputs
 
 Draw = Callable[[], list[Any]]
 SIZES = (2, 3, 4, 2, 3, 1, 0)

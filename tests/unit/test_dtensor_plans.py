@@ -21,7 +21,8 @@ from disttrain.dtensor import (
     StridedShard,
     distribute_tensor,
 )
-from disttrain.dtensor.dispatch import dispatch, global_outputs
+from disttrain.dtensor.dispatch import dispatch
+from disttrain.dtensor.dispatch.outputs import global_outputs
 from disttrain.testing import run_threads
 
 MESH_SHAPES = [(2,), (3,), (2, 2), (2, 3), (1, 3), (2, 1)]

@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import pytest
 
+from disttrain.flight_recorder.analysis.alignment.match import match
 from disttrain.flight_recorder.analysis.judge import judge
-from disttrain.flight_recorder.analysis.match import match
 from disttrain.flight_recorder.analysis.verdict import Cause, Kind, Verdict
 from disttrain.flight_recorder.dumps.dump import RING, Dump
+from disttrain.flight_recorder.record.process.thread_state import activities
 from disttrain.flight_recorder.record.record import DeviceTimes, Failure, Frame, GroupProgress, State, ThreadStack
-from disttrain.flight_recorder.record.thread_state import activities
 from tests.unit.flight_ranks import NOW_S, Rank, line
 
 

@@ -13,10 +13,11 @@ import torch
 
 import disttrain
 from disttrain.flight_recorder import FlightRecorder
-from disttrain.flight_recorder.record import device_marks, device_probe
 from disttrain.flight_recorder.record import recorder as recorder_file
-from disttrain.flight_recorder.record.device_marks import DeviceMarks
-from disttrain.flight_recorder.record.device_probe import Probe, elapsed_ms, has_stream_ended
+from disttrain.flight_recorder.record.device import marks as device_marks
+from disttrain.flight_recorder.record.device import probe as device_probe
+from disttrain.flight_recorder.record.device.marks import DeviceMarks
+from disttrain.flight_recorder.record.device.probe import Probe, elapsed_ms, has_stream_ended
 from disttrain.process_group import ProcessGroup, World, entered_world
 from disttrain.store import HashStore
 

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disttrain.errors import FlightDumpError
+from disttrain.flight_recorder.analysis.alignment.match import match
 from disttrain.flight_recorder.analysis.analysis import Analysis, analyze
 from disttrain.flight_recorder.analysis.judge import judge
-from disttrain.flight_recorder.analysis.match import match
 from disttrain.flight_recorder.dumps.dump import MAGIC, VERSION, Dump, dump_name, encode, write_dump
-from disttrain.flight_recorder.dumps.reader import decode, read_dump
+from disttrain.flight_recorder.dumps.reading.reader import decode, read_dump
 from disttrain.flight_recorder.record.record import DeviceTimes, Failure, Frame, GroupProgress, State
 from disttrain.flight_recorder.views.report import as_json, as_text
 from tests.unit.flight_ranks import NOW_S, Rank, line

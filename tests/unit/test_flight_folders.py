@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from disttrain.flight_recorder.dumps.folders import NUM_KEPT_JOBS, keep_dumps, private_folder
-from disttrain.flight_recorder.dumps.orphaned_rings import MAX_AGE_S, remove_forgotten
-from disttrain.flight_recorder.record.ring import Ring
+from disttrain.flight_recorder.dumps.rings.orphaned_rings import MAX_AGE_S, remove_forgotten
+from disttrain.flight_recorder.record.ring.ring import Ring
 
 
 @pytest.fixture(autouse=True)

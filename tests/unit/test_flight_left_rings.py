@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from disttrain.flight_recorder import FlightRecorder, analyze
-from disttrain.flight_recorder.dumps.orphaned_rings import collect, collect_linked, keep_silent
 from disttrain.flight_recorder.dumps.private_file import replace_file
-from disttrain.flight_recorder.dumps.ring_reader import read_ring
-from disttrain.flight_recorder.record.process_state import GONE, STOPPED, start_of
-from disttrain.flight_recorder.record.ring import Ring
+from disttrain.flight_recorder.dumps.rings.orphaned_rings import collect, collect_linked, keep_silent
+from disttrain.flight_recorder.dumps.rings.reader import read_ring
+from disttrain.flight_recorder.record.process.process_state import GONE, STOPPED, start_of
+from disttrain.flight_recorder.record.ring.ring import Ring
 from disttrain.process_group import World
 from disttrain.store import HashStore
 

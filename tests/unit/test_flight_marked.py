@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from disttrain.flight_recorder.analysis.alignment.match import match
 from disttrain.flight_recorder.analysis.judge import judge
-from disttrain.flight_recorder.analysis.match import match
 from disttrain.flight_recorder.analysis.verdict import Cause, Kind, Verdict
 from disttrain.flight_recorder.dumps.dump import RING, Dump
 from disttrain.flight_recorder.dumps.words import EXIT

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from disttrain.flight_recorder.analysis.alignment.match import match
 from disttrain.flight_recorder.analysis.analysis import Analysis
 from disttrain.flight_recorder.analysis.judge import judge
-from disttrain.flight_recorder.analysis.match import match
 from disttrain.flight_recorder.analysis.verdict import Kind
-from disttrain.flight_recorder.analysis.waits import find_waits
+from disttrain.flight_recorder.analysis.waiting.waits import find_waits
 from disttrain.flight_recorder.cli import main
 from disttrain.flight_recorder.dumps.dump import Dump, dump_name, write_dump
 from disttrain.flight_recorder.record.record import Failure, Frame

@@ -16,7 +16,7 @@ import torch
 import disttrain
 from disttrain.errors import DisttrainError, FlightDumpError
 from disttrain.flight_recorder import FlightRecorder, enable, read_dump
-from disttrain.flight_recorder.record.callers import Callers, walker
+from disttrain.flight_recorder.record.process.callers import Callers, walker
 from disttrain.flight_recorder.record.record import State
 from disttrain.process_group import World, entered_world
 from disttrain.store import HashStore

@@ -16,21 +16,21 @@ import torch
 import disttrain
 from disttrain.errors import CollectiveTimeoutError
 from disttrain.flight_recorder import FlightRecorder, analyze, read_dump
+from disttrain.flight_recorder.analysis.alignment.match import match
 from disttrain.flight_recorder.analysis.judge import judge
-from disttrain.flight_recorder.analysis.match import match
 from disttrain.flight_recorder.analysis.verdict import Kind
 from disttrain.flight_recorder.dumps.dump import Dump, dump_name, encode, packed, write_dump
 from disttrain.flight_recorder.dumps.expanding import expanded
-from disttrain.flight_recorder.dumps.reader import decode
-from disttrain.flight_recorder.dumps.ring_reader import decode_ring
-from disttrain.flight_recorder.dumps.ring_replays import not_come
+from disttrain.flight_recorder.dumps.reading.reader import decode
+from disttrain.flight_recorder.dumps.rings.reader import decode_ring
+from disttrain.flight_recorder.dumps.rings.replays import not_come
 from disttrain.flight_recorder.live.replay_limits import ReplayLimits, end_overdue
 from disttrain.flight_recorder.live.watchdog import Watchdog
-from disttrain.flight_recorder.record import descriptions as descriptions_module
-from disttrain.flight_recorder.record import ring as ring_module
 from disttrain.flight_recorder.record.listing import Listing
 from disttrain.flight_recorder.record.recall import recall
 from disttrain.flight_recorder.record.record import DeviceTimes
+from disttrain.flight_recorder.record.ring import ring as ring_module
+from disttrain.flight_recorder.record.ring.ring import descriptions as descriptions_module
 from disttrain.process_group import ProcessGroup, World, entered_world
 from disttrain.process_group.watching.replaying import listed_operations
 from disttrain.store import HashStore

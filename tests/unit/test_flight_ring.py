@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 import disttrain
 from disttrain.errors import FlightDumpError
 from disttrain.flight_recorder import FlightRecorder, analyze
-from disttrain.flight_recorder.dumps.ring_reader import decode_ring, parse_stacks, read_ring, ring_owner
+from disttrain.flight_recorder.dumps.rings.reader import decode_ring, parse_stacks, read_ring, ring_owner
 from disttrain.flight_recorder.live.watchdog import Waiting
-from disttrain.flight_recorder.record import descriptions as descriptions_module
-from disttrain.flight_recorder.record import ring as ring_module
-from disttrain.flight_recorder.record import ring_layout as layout
-from disttrain.flight_recorder.record.process_state import start_of
+from disttrain.flight_recorder.record.process.process_state import start_of
 from disttrain.flight_recorder.record.record import Frame, State
+from disttrain.flight_recorder.record.ring import layout
+from disttrain.flight_recorder.record.ring import ring as ring_module
+from disttrain.flight_recorder.record.ring.ring import descriptions as descriptions_module
 from disttrain.process_group import World, entered_world
 from disttrain.store import HashStore
 

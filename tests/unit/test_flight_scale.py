@@ -14,16 +14,16 @@ import torch
 
 import disttrain
 from disttrain.flight_recorder import FlightRecorder
+from disttrain.flight_recorder.analysis.alignment.match import match
 from disttrain.flight_recorder.analysis.judge import judge
-from disttrain.flight_recorder.analysis.match import match
 from disttrain.flight_recorder.analysis.verdict import Kind
-from disttrain.flight_recorder.analysis.wait_graph import fronts_of
-from disttrain.flight_recorder.analysis.waits import find_waits
+from disttrain.flight_recorder.analysis.waiting.wait_graph import fronts_of
+from disttrain.flight_recorder.analysis.waiting.waits import find_waits
 from disttrain.flight_recorder.dumps.dump import Dump, encode
-from disttrain.flight_recorder.dumps.reader import decode
-from disttrain.flight_recorder.dumps.record_runs import HEAD, NewestFirst
-from disttrain.flight_recorder.dumps.ring_reader import decode_ring
-from disttrain.flight_recorder.dumps.shared_values import Shared
+from disttrain.flight_recorder.dumps.reading.reader import decode
+from disttrain.flight_recorder.dumps.reading.record_runs import HEAD, NewestFirst
+from disttrain.flight_recorder.dumps.reading.shared_values import Shared
+from disttrain.flight_recorder.dumps.rings.reader import decode_ring
 from disttrain.flight_recorder.record.columns import Records
 from disttrain.flight_recorder.record.record import CallSite, DeviceTimes, Failure, Record
 from disttrain.process_group import World, entered_world

@@ -20,7 +20,7 @@ import disttrain
 from disttrain.errors import SettingError
 from disttrain.flight_recorder import FlightRecorder, PrometheusFile, StepSummaries, TensorBoardScalars
 from disttrain.flight_recorder.live.step_tally import MAX_OPEN, Ended, Tally, Windows, covered_ns, summary_of
-from disttrain.flight_recorder.record.ring_tail import RingTail
+from disttrain.flight_recorder.record.ring.tail import RingTail
 from disttrain.process_group import World, entered_world
 from disttrain.store import HashStore
 from disttrain.trackers import tensor_board

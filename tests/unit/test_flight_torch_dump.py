@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from disttrain._python.pickles import parse_plain
 from disttrain.errors import FlightDumpError
 from disttrain.flight_recorder.analysis.analysis import analyze
 from disttrain.flight_recorder.analysis.verdict import Cause, Kind
 from disttrain.flight_recorder.dumps.torch_dump import read_torch_dump
 from disttrain.flight_recorder.record.record import State
-from disttrain.pickles import parse_plain
 
 FILES = Path(__file__).parent / "flight_files" / "torch"
 plain = st.recursive(

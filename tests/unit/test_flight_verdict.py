@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from disttrain.flight_recorder.analysis.alignment.match import match
 from disttrain.flight_recorder.analysis.judge import judge
-from disttrain.flight_recorder.analysis.match import match
 from disttrain.flight_recorder.analysis.verdict import Kind, Verdict
 from disttrain.flight_recorder.dumps.dump import Dump
 from disttrain.flight_recorder.record.record import Failure, State

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from disttrain.flight_recorder import FlightRecorder
-from disttrain.flight_recorder.record.process_state import has_handler
+from disttrain.flight_recorder.record.process.process_state import has_handler
 from disttrain.process_group import World
 from disttrain.store import HashStore
 from disttrain_launch.workers import dump_asking

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disttrain_launch.output.folding import HOLD_S, MAX_HELD, TELL_S, LineMerger, Repetitions, Said
-from disttrain_launch.output.merging import Merger
-from disttrain_launch.output.screen import ranks_prefix
+from disttrain_launch.output.streams.folding import HOLD_S, MAX_HELD, TELL_S, LineMerger, Repetitions, Said
+from disttrain_launch.output.streams.merging import Merger
+from disttrain_launch.output.terminal.screen import ranks_prefix
 from tests.surroundings.terminal import Terminal
 
 TRACEBACK = [b"Traceback (most recent call last):", b'  File "train.py", line 3', b"ValueError: bad batch"]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disttrain_launch.output.dump_exchange import pack, unpack
-from disttrain_launch.output.holding import HOLD_S, HoldingVoice, without_frames
+from disttrain_launch.output.failure.dump_exchange import pack, unpack
+from disttrain_launch.output.streams.holding import HOLD_S, HoldingVoice, without_frames
 from disttrain_launch.workers import last_words
 from disttrain_launch.workers.outcome import Failed, Interrupted, Lost, Requeued, outweighs
 

@@ -11,8 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disttrain.errors import LaunchError
-from disttrain_launch.output.logs import MAX_LINE_BYTES, LineFolder, StreamPump, log_path, open_log
-from disttrain_launch.output.screen import BAR_INTERVAL_S, Outlet, PlainVoice, Screen, ranks_prefix, terminal_variables
+from disttrain_launch.output.streams.logs import MAX_LINE_BYTES, LineFolder, StreamPump, log_path, open_log
+from disttrain_launch.output.terminal.screen import (
+    BAR_INTERVAL_S,
+    Outlet,
+    PlainVoice,
+    Screen,
+    ranks_prefix,
+    terminal_variables,
+)
 from tests.surroundings.terminal import Terminal
 
 CUTS = st.lists(st.integers(0, 200), max_size=12)

@@ -11,7 +11,7 @@ import pytest
 from disttrain.devices import num_cores
 from disttrain.errors import LaunchError
 from disttrain_launch.cli import main
-from disttrain_launch.output.report import ending
+from disttrain_launch.output.failure.report import ending
 from disttrain_launch.rendezvous.messages import Run
 from disttrain_launch.rendezvous.rounds import Place, Terms
 from disttrain_launch.request.flags import parse

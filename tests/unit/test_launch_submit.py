@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disttrain.errors import LaunchError
-from disttrain_launch.output.report import node_that_failed
+from disttrain_launch.output.failure.report import node_that_failed
 from disttrain_launch.request.handed_token import read_handed_token
 from disttrain_launch.submit.command import submit
 

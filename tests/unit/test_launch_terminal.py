@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from disttrain_launch.output.screen import Outlet, Screen
-from disttrain_launch.output.terminal_text import cut, harmless, width
+from disttrain_launch.output.terminal.screen import Outlet, Screen
+from disttrain_launch.output.terminal.text import cut, harmless, width
 from tests.surroundings.terminal import Terminal
 
 

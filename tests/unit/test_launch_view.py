@@ -13,7 +13,7 @@ from disttrain.errors import LaunchError
 from disttrain.store import HashStore
 from disttrain_launch.output.event_log import EventLog
 from disttrain_launch.output.events import Chronicle, Record, happened
-from disttrain_launch.output.table import drawn, table_of
+from disttrain_launch.output.terminal.table import drawn, table_of
 from disttrain_launch.output.view import (
     JobNode,
     JobState,

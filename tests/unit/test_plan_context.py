@@ -9,7 +9,7 @@ import pytest
 
 from disttrain.kernels import Causal
 from disttrain.kernels.attention.context.parts import mirrored
-from disttrain.kernels.attention.context.tiles import tiles_of
+from disttrain.kernels.attention.context.planning.tiles import tiles_of
 from disttrain.plan.job import Choice, Job, MeshSizes, meshes, why_not
 from disttrain.plan.model.activations import kept_of
 from disttrain.plan.model.memory import memory_of

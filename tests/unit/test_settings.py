@@ -7,8 +7,8 @@ from datetime import timedelta
 import pytest
 
 from disttrain import settings
-from disttrain.durations import seconds
 from disttrain.errors import DisttrainError, SettingError, ShapeError, StoreTimeoutError
+from disttrain.store.durations import seconds
 
 
 def test_a_setting_has_a_type_and_a_default() -> None:

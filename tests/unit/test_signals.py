@@ -6,13 +6,13 @@ import signal
 import subprocess
 import sys
 
-from disttrain.signals import TO_ALL, blocked_for_a_helper
+from disttrain._python.signals import TO_ALL, blocked_for_a_helper
 
 HELPER = """
 import sys
 print("begun", flush=True)
 sys.stdin.readline()
-from disttrain.signals import ignore_all
+from disttrain._python.signals import ignore_all
 ignore_all()
 print("ready", flush=True)
 sys.stdin.readline()

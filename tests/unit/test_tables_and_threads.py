@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from disttrain.dtensor.spec import layout
-from disttrain.flight_recorder.record.descriptions import Descriptions
+from disttrain.flight_recorder.record.ring.descriptions import Descriptions
 
 
 @pytest.fixture

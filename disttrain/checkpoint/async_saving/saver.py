@@ -19,6 +19,7 @@ from uuid import uuid4
 import xxhash
 from torch.optim import Optimizer
 
+from disttrain._python.garbage import uncollected
 from disttrain.checkpoint.async_saving.job import Job
 from disttrain.checkpoint.async_saving.pending import PendingSave
 from disttrain.checkpoint.async_saving.session import Session, Turn
@@ -49,7 +50,6 @@ from disttrain.checkpoint.state.tree import Tree
 from disttrain.checkpoint.storage.base import LocalStorage, Portable, Storage
 from disttrain.checkpoint.storage.claims import Claim
 from disttrain.errors import CheckpointError
-from disttrain.garbage import uncollected
 from disttrain.process_group import World
 from disttrain.store.connection.handover import store_to_plain
 

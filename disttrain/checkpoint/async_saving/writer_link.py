@@ -12,12 +12,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from disttrain._python.signals import blocked_for_a_helper
 from disttrain.checkpoint.async_saving.job import END, SHARED_MEMORY
 from disttrain.checkpoint.async_saving.shared_memory import SharedMemory
 from disttrain.checkpoint.async_saving.wire import Wire
 from disttrain.errors import CheckpointError
 from disttrain.settings import environment
-from disttrain.signals import blocked_for_a_helper
 
 Hear = Callable[[list[Any]], None]
 

@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from disttrain._python.signals import ignore_all
 from disttrain.checkpoint.async_saving.job import (
     BYTES,
     COMMITTED,
@@ -45,7 +46,6 @@ from disttrain.checkpoint.storage.base import Storage
 from disttrain.checkpoint.storage.removal import remove_all
 from disttrain.errors import CheckpointError, DisttrainError, StoreError
 from disttrain.settings import CHECKPOINT_ORPHAN_TIMEOUT_S
-from disttrain.signals import ignore_all
 from disttrain.store import PrefixStore, Store
 from disttrain.store.connection.handover import store_from_plain
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from disttrain._python.pickles import Made, Map, Name, parse
 from disttrain.checkpoint.format.box import Box
 from disttrain.checkpoint.format.dtypes import dtype_name
 from disttrain.checkpoint.format.manifest import TORCH_METADATA, Chunk, Manifest, SavedTensor, plain_name
@@ -25,7 +26,6 @@ from disttrain.checkpoint.plan import Read
 from disttrain.checkpoint.state.tree import name_of
 from disttrain.checkpoint.storage.base import ReadableFile, Storage, read_small
 from disttrain.errors import CheckpointError
-from disttrain.pickles import Made, Map, Name, parse
 
 METADATA = TORCH_METADATA
 METADATA_MODULE = "torch.distributed.checkpoint.metadata"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from disttrain._python.pickles import Made, Map, Name
 from disttrain.checkpoint.format.box import Box
 from disttrain.checkpoint.format.dtypes import dtype_named
 from disttrain.checkpoint.format.manifest import Manifest
@@ -20,7 +21,6 @@ from disttrain.checkpoint.interop.pickle_writing import dumps
 from disttrain.checkpoint.interop.torch_zip import archive_of
 from disttrain.checkpoint.state.tree import parts_of
 from disttrain.checkpoint.storage.base import Storage
-from disttrain.pickles import Made, Map, Name
 
 _PART_BYTES = 64 << 20
 _FILE_BYTES = 1 << 30

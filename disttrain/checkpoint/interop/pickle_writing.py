@@ -1,12 +1,12 @@
-"""Writes pickles (protocol 2) of plain values, and of what `disttrain.pickles` reads as data."""
+"""Writes pickles (protocol 2) of plain values, and of what `disttrain._python.pickles` reads as data."""
 
 from __future__ import annotations
 
 import struct
 from typing import Any
 
+from disttrain._python.pickles import Made, Map, Name, Persistent
 from disttrain.errors import CheckpointError
-from disttrain.pickles import Made, Map, Name, Persistent
 
 
 def dumps(value: Any) -> bytes:

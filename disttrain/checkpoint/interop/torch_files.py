@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from disttrain._python.pickles import Made, Map, Name
 from disttrain.checkpoint.format.box import Box
 from disttrain.checkpoint.format.dtypes import dtype_name
 from disttrain.checkpoint.format.manifest import Chunk, Manifest, SavedTensor
@@ -17,7 +18,6 @@ from disttrain.checkpoint.interop.torch_zip import Archive, StoredTensor
 from disttrain.checkpoint.state.tree import name_of
 from disttrain.checkpoint.storage.base import Storage
 from disttrain.errors import CheckpointError
-from disttrain.pickles import Made, Map, Name
 
 
 @dataclass

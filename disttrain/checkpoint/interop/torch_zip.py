@@ -1,7 +1,7 @@
 """The files of torch.save: a zip with a pickle that describes the content, and the bytes of each storage.
 
-The pickle is read as data (`disttrain.pickles`), so nothing that it names is run, and the bytes of a tensor can be read
-where they lie, in parts. The format is that of torch's own `torch/serialization.py`.
+The pickle is read as data (`disttrain._python.pickles`), so nothing that it names is run, and the bytes of a tensor can
+be read where they lie, in parts. The format is that of torch's own `torch/serialization.py`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from disttrain._python.pickles import Made, Map, Name, Persistent, parse
 from disttrain.checkpoint.format.dtypes import dtype_name
 from disttrain.checkpoint.format.rules import can_be_a_shape
 from disttrain.checkpoint.interop.pickle_writing import dumps
 from disttrain.checkpoint.storage.base import ReadableFile
 from disttrain.errors import CheckpointError
-from disttrain.pickles import Made, Map, Name, Persistent, parse
 
 _STORAGES = {
     "BFloat16Storage": "bfloat16",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from disttrain._python.garbage import uncollected
 from disttrain.checkpoint.format.manifest import Manifest
 from disttrain.checkpoint.format.reading import read_manifest
 from disttrain.checkpoint.format.source import Source
@@ -18,7 +19,6 @@ from disttrain.checkpoint.state.tree import Tree
 from disttrain.checkpoint.storage.base import Readable, Storage
 from disttrain.checkpoint.storage.folders import standing
 from disttrain.errors import CheckpointError
-from disttrain.garbage import uncollected
 
 
 def load_folder(

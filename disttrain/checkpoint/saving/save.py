@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import xxhash
 
+from disttrain._python.garbage import uncollected
 from disttrain.checkpoint.format.image import Kind
 from disttrain.checkpoint.format.manifest import FORMAT, VERSION
 from disttrain.checkpoint.outline import Outline, with_one_way
@@ -29,7 +30,6 @@ from disttrain.checkpoint.stateful import PerRank, Value
 from disttrain.checkpoint.storage.base import Storage
 from disttrain.checkpoint.storage.claims import Claim
 from disttrain.errors import CheckpointError, ShapeError
-from disttrain.garbage import uncollected
 from disttrain.process_group.calls.packing import pack
 from disttrain.version import __version__
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from disttrain._python.garbage import uncollected
 from disttrain.arguments import arguments_of
 from disttrain.checkpoint.kinds import check_dict, check_model
 from disttrain.checkpoint.kinds import listed as listed_of
@@ -19,7 +20,6 @@ from disttrain.checkpoint.state_dict.models import by_name, load_model, model_st
 from disttrain.checkpoint.state_dict.optimizers import load_optimizers, optimizers_state_dict
 from disttrain.checkpoint.state_dict.options import StateDictOptions
 from disttrain.errors import ArgumentError, StateDictError
-from disttrain.garbage import uncollected
 
 
 def get_state_dict(

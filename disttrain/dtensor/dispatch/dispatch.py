@@ -26,7 +26,6 @@ from disttrain.dtensor._torch import (
     off_the_record,
     put_on_record,
 )
-from disttrain.dtensor.dispatch.any_size import AnySizePlan, Choice, any_size_plan, are_equal, moves_operands
 from disttrain.dtensor.dispatch.by_others import BY_OTHERS
 from disttrain.dtensor.dispatch.call_plan import (
     Run,
@@ -40,7 +39,6 @@ from disttrain.dtensor.dispatch.call_plan import (
 )
 from disttrain.dtensor.dispatch.even_bags import specs_of_even_bags
 from disttrain.dtensor.dispatch.foreach import NORM, bind_lists, is_of_lists
-from disttrain.dtensor.dispatch.global_outputs import global_outputs
 from disttrain.dtensor.dispatch.implicit import replicates_plain
 from disttrain.dtensor.dispatch.keys import Key, form_of_key, key_of_call, leader_of_list
 from disttrain.dtensor.dispatch.mixed import (
@@ -51,9 +49,11 @@ from disttrain.dtensor.dispatch.mixed import (
     mesh_of,
     specs_of,
 )
+from disttrain.dtensor.dispatch.outputs.global_outputs import global_outputs
+from disttrain.dtensor.dispatch.outputs.true_strides import rewrapped, with_true_strides
 from disttrain.dtensor.dispatch.propagate import propagate
-from disttrain.dtensor.dispatch.sized_views import SizedView
-from disttrain.dtensor.dispatch.true_strides import rewrapped, with_true_strides
+from disttrain.dtensor.dispatch.sizes.any_size import AnySizePlan, Choice, any_size_plan, are_equal, moves_operands
+from disttrain.dtensor.dispatch.sizes.sized_views import SizedView
 from disttrain.dtensor.dispatch.whole import run_whole, values_of
 from disttrain.dtensor.foreign import check_ours
 from disttrain.dtensor.gradients.scaling import UNSCALE, unscale

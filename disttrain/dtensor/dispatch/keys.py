@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from disttrain.dtensor._torch import OpOverload, handle_of
-from disttrain.dtensor.dispatch.size_forms import sized
+from disttrain.dtensor.dispatch.sizes.size_forms import sized
 from disttrain.dtensor.local_part import spec_of
 from disttrain.dtensor.spec.layout import Spec
 

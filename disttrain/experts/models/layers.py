@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from disttrain._python.made_classes import made_by
 from disttrain.dtensor import Placement, Replicate, Shard, StridedShard
 from disttrain.errors import ShapeError
 from disttrain.experts.expert_layer import ExpertLayer
@@ -16,7 +17,6 @@ from disttrain.experts.hidden_cut import hidden_placements
 from disttrain.experts.models.computation import Assumed, Computation, named
 from disttrain.experts.models.stacked import StackedWeights
 from disttrain.kernels.grouped.rows import ExpertOrder
-from disttrain.made_classes import made_by
 
 
 class StackedExperts(ExpertLayer):

@@ -10,20 +10,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from disttrain.errors import FlightDumpError
+from disttrain.flight_recorder.analysis.alignment.match import match
 from disttrain.flight_recorder.analysis.judge import judge
-from disttrain.flight_recorder.analysis.match import match
 from disttrain.flight_recorder.analysis.verdict import Verdict
 from disttrain.flight_recorder.dumps.dump import RING, SUFFIX, Dump
 from disttrain.flight_recorder.dumps.expanding import expanded
-from disttrain.flight_recorder.dumps.reader import read_dump
-from disttrain.flight_recorder.dumps.ring_reader import read_ring
-from disttrain.flight_recorder.dumps.shared_values import Shared
+from disttrain.flight_recorder.dumps.reading.reader import read_dump
+from disttrain.flight_recorder.dumps.reading.shared_values import Shared
+from disttrain.flight_recorder.dumps.rings.reader import read_ring
 from disttrain.flight_recorder.dumps.torch_dump import TorchDump, as_dumps, may_be_torch_dump, read_torch_dump
 from disttrain.flight_recorder.record.columns import Records
 from disttrain.flight_recorder.record.record import Record
 from disttrain.flight_recorder.record.replays import Replay
-from disttrain.flight_recorder.record.ring_layout import STACKS_SUFFIX
-from disttrain.flight_recorder.record.ring_layout import SUFFIX as RING_SUFFIX
+from disttrain.flight_recorder.record.ring.layout import STACKS_SUFFIX
+from disttrain.flight_recorder.record.ring.layout import SUFFIX as RING_SUFFIX
 
 _IN_LOGS = "flight"
 """The launcher's --log-dir has the dumps in it."""

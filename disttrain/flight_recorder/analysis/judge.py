@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from disttrain.flight_recorder.analysis.absence import Absence
-from disttrain.flight_recorder.analysis.circle import find_circle
-from disttrain.flight_recorder.analysis.match import Match
-from disttrain.flight_recorder.analysis.membership import find_different_groups
-from disttrain.flight_recorder.analysis.mismatch import find_mismatches, other_shapes
-from disttrain.flight_recorder.analysis.missing_ranks import broke, cause_of_absence, is_victim, lifeless, raised
-from disttrain.flight_recorder.analysis.straggler import find_straggler
-from disttrain.flight_recorder.analysis.together import find_all_entered, never_started, records_in
+from disttrain.flight_recorder.analysis.alignment.match import Match
+from disttrain.flight_recorder.analysis.causes.absence import Absence
+from disttrain.flight_recorder.analysis.causes.membership import find_different_groups
+from disttrain.flight_recorder.analysis.causes.mismatch import find_mismatches, other_shapes
+from disttrain.flight_recorder.analysis.causes.missing_ranks import broke, cause_of_absence, is_victim, lifeless, raised
+from disttrain.flight_recorder.analysis.causes.straggler import find_straggler
+from disttrain.flight_recorder.analysis.causes.together import find_all_entered, never_started, records_in
 from disttrain.flight_recorder.analysis.verdict import Cause, Kind, Verdict
-from disttrain.flight_recorder.analysis.wait_graph import Wait, ends_of, fronts_of
-from disttrain.flight_recorder.analysis.waits import find_waits
+from disttrain.flight_recorder.analysis.waiting.circle import find_circle
+from disttrain.flight_recorder.analysis.waiting.wait_graph import Wait, ends_of, fronts_of
+from disttrain.flight_recorder.analysis.waiting.waits import find_waits
 from disttrain.flight_recorder.analysis.wording import arrival_lines, capitalized, location, stack_line
 from disttrain.flight_recorder.record.record import SEND, Record, ranks_text
 

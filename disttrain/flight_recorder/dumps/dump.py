@@ -1,6 +1,6 @@
 """A dump: one rank's records on disk, to be read on another machine, by another version, or when it is cut off.
 
-docs/flight_dump_format.md has the format; `dumps/reader.py` reads it. Torch-free.
+docs/flight_dump_format.md has the format; `dumps/reading/reader.py` reads it. Torch-free.
 """
 
 from __future__ import annotations

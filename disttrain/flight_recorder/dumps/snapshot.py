@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from disttrain.flight_recorder.dumps.dump import Dump
-from disttrain.flight_recorder.dumps.ring_reader import MarkedNs, decode_ring
-from disttrain.flight_recorder.record.python_stacks import failure_of, thread_stacks
+from disttrain.flight_recorder.dumps.rings.reader import MarkedNs, decode_ring
+from disttrain.flight_recorder.record.process.python_stacks import failure_of, thread_stacks
 from disttrain.flight_recorder.record.record import GroupProgress
 
 if TYPE_CHECKING:

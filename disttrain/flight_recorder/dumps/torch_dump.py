@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from disttrain._python.pickles import parse_plain
 from disttrain.errors import FlightDumpError
-from disttrain.flight_recorder.dumps.checked_values import MAX_WORLD_SIZE
 from disttrain.flight_recorder.dumps.dump import Dump
-from disttrain.flight_recorder.dumps.reader import MAX_FILE_BYTES
+from disttrain.flight_recorder.dumps.reading.checked_values import MAX_WORLD_SIZE
+from disttrain.flight_recorder.dumps.reading.reader import MAX_FILE_BYTES
 from disttrain.flight_recorder.record.record import (
     RECEIVE,
     SEND,
@@ -32,7 +33,6 @@ from disttrain.flight_recorder.record.record import (
     State,
     ranks_text,
 )
-from disttrain.pickles import parse_plain
 
 JOB: Final = "torch"
 _OPERATION: Final = "read_torch_dump"

@@ -22,7 +22,7 @@ from typing import Final
 
 from disttrain.errors import DisttrainError, StoreError
 from disttrain.flight_recorder.dumps.folders import made_private_folder, private_folder
-from disttrain.flight_recorder.dumps.orphaned_rings import remove_forgotten
+from disttrain.flight_recorder.dumps.rings.orphaned_rings import remove_forgotten
 from disttrain.flight_recorder.dumps.words import EXCEPTION, EXIT, UNCAUGHT_EXCEPTION
 from disttrain.flight_recorder.live.watchdog import Watchdog
 from disttrain.flight_recorder.record.recall import main_place, recall
@@ -183,7 +183,7 @@ class Triggers:
             self._recorder.dump(self._folder, reason, error)
             if error is not None:
                 # Here: it loads what reads rings, which no job needs that ends well.
-                from disttrain.flight_recorder.dumps.orphaned_rings import keep_silent
+                from disttrain.flight_recorder.dumps.rings.orphaned_rings import keep_silent
 
                 keep_silent(self._rings, self._folder, _SILENT_S, self._recorder.job)
         except (OSError, DisttrainError) as problem:

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Final
 
 from disttrain.errors import FlightDumpError
-from disttrain.flight_recorder.analysis.match import match
-from disttrain.flight_recorder.analysis.wait_graph import Wait
-from disttrain.flight_recorder.analysis.waits import find_waits
+from disttrain.flight_recorder.analysis.alignment.match import match
+from disttrain.flight_recorder.analysis.waiting.wait_graph import Wait
+from disttrain.flight_recorder.analysis.waiting.waits import find_waits
 from disttrain.flight_recorder.dumps.dump import Dump
 from disttrain.flight_recorder.dumps.expanding import expanded
-from disttrain.flight_recorder.dumps.ring_reader import read_ring
+from disttrain.flight_recorder.dumps.rings.reader import read_ring
 from disttrain.flight_recorder.record.record import State, ranks_text
-from disttrain.flight_recorder.record.ring_layout import SUFFIX
+from disttrain.flight_recorder.record.ring.layout import SUFFIX
 from disttrain.flight_recorder.views.data import shift_s
 from disttrain.flight_recorder.views.words import call_name, line_of, purpose, seconds_text
 

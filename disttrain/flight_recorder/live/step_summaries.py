@@ -20,7 +20,7 @@ import torch
 from disttrain.errors import SettingError, StoreError, StoreTimeoutError
 from disttrain.flight_recorder.live.step_tally import Tally, Windows
 from disttrain.flight_recorder.record.recorder import FlightRecorder
-from disttrain.flight_recorder.record.ring_tail import RingTail
+from disttrain.flight_recorder.record.ring.tail import RingTail
 from disttrain.store import PrefixStore
 
 _log = logging.getLogger(__name__)

@@ -26,10 +26,10 @@ import torch
 
 from disttrain.errors import DisttrainError, FlightDumpError, StoreError
 from disttrain.flight_recorder.live.replay_limits import ReplayLimits, end_overdue
-from disttrain.flight_recorder.record.device_probe import Probe, has_stream_ended
+from disttrain.flight_recorder.record.device.probe import Probe, has_stream_ended
+from disttrain.flight_recorder.record.process.symbols import PACKAGE
 from disttrain.flight_recorder.record.recorder import FlightRecorder
-from disttrain.flight_recorder.record.ring_layout import STACKS_SUFFIX
-from disttrain.flight_recorder.record.symbols import PACKAGE
+from disttrain.flight_recorder.record.ring.layout import STACKS_SUFFIX
 from disttrain.process_group.joining.connecting import CONNECTING
 from disttrain.store.clock import SharedClock, own_boot, serve_clock
 from disttrain.store.responder import Responder
@@ -139,7 +139,7 @@ class Watchdog:
         self._beat()
         # Loaded here, since nobody waits for this thread, and in a hang files may be out of reach.
         from disttrain.flight_recorder.analysis.analysis import analyze
-        from disttrain.flight_recorder.dumps.orphaned_rings import keep_silent  # as above
+        from disttrain.flight_recorder.dumps.rings.orphaned_rings import keep_silent  # as above
 
         next_beat_s = time.monotonic() + self._beat_s
         while not self._is_closing:

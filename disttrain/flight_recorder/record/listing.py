@@ -18,7 +18,7 @@ from disttrain.flight_recorder.record.record import RECEIVE, SEND
 from disttrain.process_group.watching.replaying import ended_group
 
 if TYPE_CHECKING:
-    from disttrain.flight_recorder.record.descriptions import Descriptions, Site
+    from disttrain.flight_recorder.record.ring.descriptions import Descriptions, Site
     from disttrain.process_group.interfaces import GroupLike
 
 IsOfGraph = Callable[[Sequence[torch.Tensor], "GroupLike"], bool]

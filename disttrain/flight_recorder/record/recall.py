@@ -7,7 +7,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any, Final
 
-from disttrain.flight_recorder.record.symbols import LIBRARIES, PACKAGE
+from disttrain.flight_recorder.record.process.symbols import LIBRARIES, PACKAGE
 
 if TYPE_CHECKING:
     from disttrain.flight_recorder.record.record import CallSite
@@ -33,7 +33,7 @@ def recall(recorder: FlightRecorder, group_name: str, sequence: int) -> dict[str
     """`fields` that are alike on all ranks where all is well, and `text`; None for what is not on record."""
     # Here: what reads rings takes longer to load than all of a world's start.
     from disttrain.flight_recorder.dumps.expanding import expanded
-    from disttrain.flight_recorder.dumps.ring_reader import decode_ring  # as above
+    from disttrain.flight_recorder.dumps.rings.reader import decode_ring  # as above
 
     dump, _ = decode_ring(recorder.content())
     for record in reversed(expanded(dump).records):

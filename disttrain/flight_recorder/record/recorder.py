@@ -18,16 +18,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from disttrain._python.garbage import uncollected
 from disttrain.errors import FlightDumpError
 from disttrain.flight_recorder.dumps.words import rank_name
-from disttrain.flight_recorder.record import ring_layout as layout
-from disttrain.flight_recorder.record.callers import EIGHT, Walker, walker
-from disttrain.flight_recorder.record.descriptions import Descriptions, Site
-from disttrain.flight_recorder.record.device_marks import Cuda, DeviceMarks
-from disttrain.flight_recorder.record.header import ring_header
-from disttrain.flight_recorder.record.ring import Ring
-from disttrain.flight_recorder.record.symbols import PACKAGE
-from disttrain.garbage import uncollected
+from disttrain.flight_recorder.record.device.marks import Cuda, DeviceMarks
+from disttrain.flight_recorder.record.process.callers import EIGHT, Walker, walker
+from disttrain.flight_recorder.record.process.symbols import PACKAGE
+from disttrain.flight_recorder.record.ring import layout
+from disttrain.flight_recorder.record.ring.descriptions import Descriptions, Site
+from disttrain.flight_recorder.record.ring.header import ring_header
+from disttrain.flight_recorder.record.ring.ring import Ring
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -270,7 +270,7 @@ class FlightRecorder:
         from disttrain.flight_recorder.record.listing import Listing, is_captured
 
         if progress is None and self._marks is not None and self.world.world_size > 1:
-            from disttrain.flight_recorder.record.graph_progress import graph_progress  # as above
+            from disttrain.flight_recorder.record.device.graph_progress import graph_progress  # as above
 
             progress = graph_progress(self.world.device)
         return Listing(self, self._descriptions, self._next_graph(), progress, is_of_graph or is_captured)

@@ -15,10 +15,10 @@ from html import escape
 from pathlib import Path
 from typing import Any, Final
 
+from disttrain.flight_recorder.analysis.alignment.match import match
 from disttrain.flight_recorder.analysis.analysis import Analysis
-from disttrain.flight_recorder.analysis.match import match
 from disttrain.flight_recorder.analysis.verdict import Kind, Verdict
-from disttrain.flight_recorder.analysis.waits import find_waits
+from disttrain.flight_recorder.analysis.waiting.waits import find_waits
 from disttrain.flight_recorder.dumps.dump import Dump
 from disttrain.flight_recorder.dumps.private_file import private_file
 from disttrain.flight_recorder.record.record import ranks_text

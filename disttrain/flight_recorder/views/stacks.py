@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Final
 
-from disttrain.flight_recorder.analysis.wait_graph import Wait
+from disttrain.flight_recorder.analysis.waiting.wait_graph import Wait
 from disttrain.flight_recorder.analysis.wording import call_text
 from disttrain.flight_recorder.dumps.dump import Dump
 from disttrain.flight_recorder.record.record import Stack, ThreadStack, ranks_text

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from disttrain.flight_recorder.analysis.messages import MessageKey, message_key
+from disttrain.flight_recorder.analysis.alignment.messages import MessageKey, message_key
 from disttrain.flight_recorder.analysis.wording import location
 from disttrain.flight_recorder.dumps.dump import Dump
 from disttrain.flight_recorder.dumps.private_file import private_file

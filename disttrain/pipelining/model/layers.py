@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
+from disttrain._python.made_classes import made_by
 from disttrain.autocast import is_within_autocast
-from disttrain.made_classes import made_by
 from disttrain.pipelining.model import functions
 
 _CONV1D = ("transformers.pytorch_utils", "Conv1D")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from disttrain.garbage import uncollected
+from disttrain._python.garbage import uncollected
 from disttrain.pipelining.passes.early_receives import place_receives_early
 from disttrain.pipelining.passes.insert_messages import insert_messages
 from disttrain.pipelining.passes.merge_backward import merge_where_free

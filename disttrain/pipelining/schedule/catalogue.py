@@ -6,9 +6,9 @@ import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from disttrain._python.garbage import uncollected
 from disttrain.arguments import arguments_of
 from disttrain.errors import ScheduleError
-from disttrain.garbage import uncollected
 from disttrain.pipelining import schedules
 from disttrain.pipelining.schedule.placement import Placement
 from disttrain.pipelining.schedule.schedule import Schedule

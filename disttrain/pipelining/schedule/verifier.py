@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from disttrain._python.garbage import uncollected
 from disttrain.errors import ScheduleError
-from disttrain.garbage import uncollected
 from disttrain.pipelining import checks
 from disttrain.pipelining.checks import Problem
 from disttrain.pipelining.schedule.liveness import peaks

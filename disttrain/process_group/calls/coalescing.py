@@ -8,7 +8,6 @@ from typing import Self
 import torch
 
 from disttrain.arguments import arguments_of
-from disttrain.durations import Duration
 from disttrain.errors import GroupError
 from disttrain.process_group._torch import profiler
 from disttrain.process_group.backends import Backend
@@ -16,6 +15,7 @@ from disttrain.process_group.current import resolve_group
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.watching.ranges import COLLECTIVE, in_range, range_name
 from disttrain.process_group.work import Work
+from disttrain.store.durations import Duration
 
 
 class Coalesced:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from disttrain.durations import Duration, seconds
 from disttrain.process_group._c10d import ReduceOp, Reduction, reduction_name
 from disttrain.process_group._torch import keep_dynamo_out, outside_graphs
 from disttrain.process_group.calls.checks import check_contiguous, check_pair, peer_rank
@@ -18,6 +17,7 @@ from disttrain.process_group.current import called_group
 from disttrain.process_group.door import issue
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.work import Work
+from disttrain.store.durations import Duration, seconds
 
 
 def all_reduce(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-from disttrain.durations import Duration, seconds_or_none_at_all
 from disttrain.errors import CollectiveTimeoutError, StoreTimeoutError
 from disttrain.process_group.backends import CompletedWork
 from disttrain.process_group.current import called_group
@@ -12,6 +11,7 @@ from disttrain.process_group.door import issue
 from disttrain.process_group.group import ProcessGroup
 from disttrain.store import PrefixStore
 from disttrain.store.attendance import absent, once
+from disttrain.store.durations import Duration, seconds_or_none_at_all
 from disttrain.store.rank_runs import from_runs, in_words, to_runs
 
 _NOBODY: Final = "nobody"

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-from disttrain.durations import seconds
 from disttrain.errors import RendezvousError
 from disttrain.process_group.joining.rendezvous import RendezvousInfo, open_store, rendezvous_at
 from disttrain.settings import STORE
 from disttrain.store import PrefixStore, Store
+from disttrain.store.durations import seconds
 
 _OPERATION = "rendezvous"
 _TIMEOUT = timedelta(minutes=30)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Final
 
 from disttrain.arguments import arguments_of
-from disttrain.durations import Duration
 from disttrain.errors import GroupError
 from disttrain.process_group.current import current_world, new_group, resolve_group
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.world import NON_GROUP_MEMBER, NonGroupMember, world_of
 from disttrain.settings import LOCAL_WORLD_SIZE
+from disttrain.store.durations import Duration
 
 Made = ProcessGroup | NonGroupMember
 

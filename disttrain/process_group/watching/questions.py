@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from disttrain.durations import Duration, seconds
 from disttrain.errors import GroupError
 from disttrain.process_group.current import current_world, resolve_group
 from disttrain.process_group.group import ProcessGroup
 from disttrain.process_group.world import NonGroupMember
 from disttrain.settings import LOCAL_RANK
 from disttrain.store import Store
+from disttrain.store.durations import Duration, seconds
 
 
 def get_backend(group: ProcessGroup | None = None) -> str:

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Final, Self
 
-from disttrain.durations import Duration, seconds_or_none_at_all
 from disttrain.store.base import Store
+from disttrain.store.durations import Duration, seconds_or_none_at_all
 from disttrain.store.protocol.answers import error_of
 from disttrain.store.protocol.values import Value, checked_capacity, checked_pairs, to_bytes, to_keys
 from disttrain.store.protocol.wire import Answer, Op

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from disttrain import errors
+from disttrain._python.signals import blocked_for_a_helper
 from disttrain.errors import SettingError, StoreError
 from disttrain.settings import (
     STORE_ENGINE,
@@ -35,7 +36,6 @@ from disttrain.settings import (
     STORE_TLS_CERT,
     STORE_TLS_KEY,
 )
-from disttrain.signals import blocked_for_a_helper
 from disttrain.store.connection.addresses import UNIX, is_unix
 from disttrain.store.protocol.limits import Limits
 from disttrain.store.protocol.wire import Decoder, Message, WireError, encode

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from disttrain.errors import StoreError, StoreTimeoutError
 from disttrain.store import PrefixStore
 from disttrain.store.base import Store
-from disttrain_launch.output.streams_of_workers import Output
+from disttrain_launch.output.streams.workers import Output
 from disttrain_launch.output.view import JobState, NodeState, look, tell_job, tell_node
 from disttrain_launch.rendezvous.node0 import ROOM
 from disttrain_launch.workers.board import Board
@@ -115,7 +115,10 @@ class Telling:
     def _draw(self, store: Store) -> None:
         if self._feed is None or (sight := look(store)) is None:
             return
-        from disttrain_launch.output.table import drawn, table_of  # a launcher that shows none shall start without it
+        from disttrain_launch.output.terminal.table import (  # a launcher that shows none shall start without it
+            drawn,
+            table_of,
+        )
 
         size = shutil.get_terminal_size()
         table = table_of(sight, time.time(), max_rows=max(size.lines // _TABLE_SHARE, 3))

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 
 from disttrain.errors import DisttrainError, RendezvousError
-from disttrain_launch.output.fates import fates
-from disttrain_launch.output.report import ending
+from disttrain_launch.output.failure.fates import fates
+from disttrain_launch.output.failure.report import ending
 from disttrain_launch.rendezvous.link import JobLink
 from disttrain_launch.rendezvous.messages import Done, Refused, Run, Stop, Wait, Word
 from disttrain_launch.rendezvous.node0 import SAY_EVERY_S, Say
@@ -74,7 +74,7 @@ def _send_dumps(folder: Path, place: Place, link: JobLink) -> None:
     """Have node 0 get what workers of a round dumped here."""
     if not folder.is_dir():
         return
-    from disttrain_launch.output.dump_exchange import pack  # only a job that fails needs it
+    from disttrain_launch.output.failure.dump_exchange import pack  # only a job that fails needs it
 
     try:
         link.send_dumps(place.round, pack(folder, place.num_nodes))

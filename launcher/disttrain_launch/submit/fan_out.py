@@ -15,10 +15,10 @@ from collections.abc import Sequence
 
 from disttrain.errors import LaunchError
 from disttrain.reports import REQUEUE_EXIT_CODE
-from disttrain_launch.output.logs import StreamPump
-from disttrain_launch.output.report import node_that_failed
-from disttrain_launch.output.screen import Outlet, PlainVoice
-from disttrain_launch.output.streams import Streams
+from disttrain_launch.output.failure.report import node_that_failed
+from disttrain_launch.output.streams.logs import StreamPump
+from disttrain_launch.output.streams.streams import Streams
+from disttrain_launch.output.terminal.screen import Outlet, PlainVoice
 from disttrain_launch.request.job import OPERATION, STDERR, STDOUT
 from disttrain_launch.submit.ssh import Order
 from disttrain_launch.workers.outcome import Exit

@@ -13,14 +13,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from disttrain import settings
-from disttrain.flight_recorder.record.process_state import has_handler
+from disttrain.flight_recorder.record.process.process_state import has_handler
 from disttrain.reports import ENDING, NOTICED, REQUEUE_EXIT_CODE
 from disttrain_launch.output.events import Record, exit_fields, happened
-from disttrain_launch.output.explaining import Explanations
-from disttrain_launch.output.logs import StreamPump
-from disttrain_launch.output.screen import Outlet
-from disttrain_launch.output.streams_of_workers import Output
+from disttrain_launch.output.failure.explaining import Explanations
+from disttrain_launch.output.streams.logs import StreamPump
+from disttrain_launch.output.streams.workers import Output
 from disttrain_launch.output.telling import TableFeed
+from disttrain_launch.output.terminal.screen import Outlet
 from disttrain_launch.rendezvous.link import JobLink
 from disttrain_launch.rendezvous.messages import Done, Run, Stop
 from disttrain_launch.request.job import OPERATION, JobSpec

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from disttrain.flight_recorder.dumps.dump import SUFFIX as DUMP_SUFFIX
-from disttrain.flight_recorder.dumps.orphaned_rings import collect, keep_silent
-from disttrain.flight_recorder.dumps.ring_reader import ring_owner
-from disttrain.flight_recorder.record.process_state import has_handler, start_of
-from disttrain.flight_recorder.record.ring_layout import SUFFIX
+from disttrain.flight_recorder.dumps.rings.orphaned_rings import collect, keep_silent
+from disttrain.flight_recorder.dumps.rings.reader import ring_owner
+from disttrain.flight_recorder.record.process.process_state import has_handler, start_of
+from disttrain.flight_recorder.record.ring.layout import SUFFIX
 from disttrain_launch.request.job import OPERATION
 
 DUMP_S = 1.0

@@ -11,7 +11,7 @@ import disttrain
 from disttrain.dtensor import Layout, Partial, Placement, Replicate, Shard, Spec
 from disttrain.dtensor.dispatch import dispatch
 from disttrain.dtensor.dispatch.call_plan import replaced
-from disttrain.dtensor.dispatch.global_outputs import global_outputs
+from disttrain.dtensor.dispatch.outputs.global_outputs import global_outputs
 from disttrain.dtensor.rules import OpCall, Propagation, Rule, Signature, find_rule
 from disttrain.dtensor.spec.placement import NormPartial
 from tests.dtensor_ops.rules.calls import AtenCall

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from disttrain.kernels.attention.context.heads_cut import kv_heads_of
 from disttrain.kernels.attention.context.parts import Parts
+from disttrain.kernels.attention.context.planning.heads_cut import kv_heads_of
 from disttrain.kernels.attention.operator import attention_of_whole
 from disttrain.kernels.attention.rules import Rule
 from disttrain.mesh import DeviceMesh

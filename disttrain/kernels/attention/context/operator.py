@@ -13,12 +13,12 @@ from disttrain.errors import DisttrainError, ShapeError
 from disttrain.kernels.attention.context.agreement import NAME, agree
 from disttrain.kernels.attention.context.current import given_or_current
 from disttrain.kernels.attention.context.heads import run_heads
-from disttrain.kernels.attention.context.heads_cut import heads_divide, num_head_groups
 from disttrain.kernels.attention.context.parts import Parts, contiguous, mirrored
-from disttrain.kernels.attention.context.plan import ContextPlan, Machine, Shape
-from disttrain.kernels.attention.context.steps import HEADS, WAYS, most_sent
+from disttrain.kernels.attention.context.planning.heads_cut import heads_divide, num_head_groups
+from disttrain.kernels.attention.context.planning.plan import ContextPlan, Machine, Shape
+from disttrain.kernels.attention.context.planning.steps import HEADS, WAYS, most_sent
+from disttrain.kernels.attention.context.planning.tiles import on_host
 from disttrain.kernels.attention.context.steps_run import Program, run_steps
-from disttrain.kernels.attention.context.tiles import on_host
 from disttrain.kernels.attention.operator import as_autocast, attention_of_whole, check_dtypes, check_fits
 from disttrain.kernels.attention.plan import DENSE
 from disttrain.kernels.attention.rules import Causal, Documents, Mask, Prefix, Rule, masks_of, name_of, parts_of

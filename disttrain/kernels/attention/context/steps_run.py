@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from disttrain.kernels.attention.context.blocks.kernels import Task
 from disttrain.kernels.attention.context.exchange import Pair, Sizes, UnderWay, start
-from disttrain.kernels.attention.context.kernels import Task
 from disttrain.kernels.attention.context.parts import Parts
 from disttrain.kernels.attention.context.peers import KEYS, TERMS, slots_for
-from disttrain.kernels.attention.context.steps import GATHER, Ranges, Step
+from disttrain.kernels.attention.context.planning.steps import GATHER, Ranges, Step
 from disttrain.kernels.attention.context.sums.joined import Joined
 from disttrain.kernels.attention.context.sums.sums import Sums
 from disttrain.kernels.attention.rules import Rule

@@ -1,0 +1,1 @@
+"""Shapes, strides and dtypes of an operator's global results."""

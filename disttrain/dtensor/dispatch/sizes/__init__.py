@@ -1,0 +1,1 @@
+"""Plans that serve calls with other sizes."""

@@ -1,0 +1,1 @@
+"""Causes of a hang: missing ranks, other calls, other groups, a slow rank or device."""

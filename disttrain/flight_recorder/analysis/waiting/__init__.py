@@ -1,0 +1,1 @@
+"""Waits: which rank waits for which, on hosts and on devices."""

@@ -1,0 +1,1 @@
+"""Dump files, read and checked. Torch-free."""

@@ -1,0 +1,1 @@
+"""Ring files, read as dumps. Torch-free."""

@@ -1,0 +1,1 @@
+"""Progress of a GPU: marks on its streams and within its graphs."""

@@ -1,0 +1,1 @@
+"""The ring: a rank's last records in a mapped file."""

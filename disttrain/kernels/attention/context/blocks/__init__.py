@@ -1,0 +1,1 @@
+"""Attention over some keys, by one kernel or another, and its join with attention over others."""

@@ -1,0 +1,1 @@
+"""The end of a job that failed: who is to blame, and how each worker ended."""

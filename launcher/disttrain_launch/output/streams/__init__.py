@@ -1,0 +1,1 @@
+"""Streams of workers: read, folded, held back, shown and kept in files."""

@@ -1,0 +1,1 @@
+"""The launcher's screen: lines, and a table below them."""
