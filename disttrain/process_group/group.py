@@ -89,9 +89,8 @@ class ProcessGroup:
         self.costs_of_mesh: dict[Any, Any] = {}
         """As all ranks of a mesh know it along both axes, of which this is the first; by the ranks of the second."""
         self.peer_memory: Any = None
-        """Memory that its ranks share, once somebody has asked for it (`peers/memory.py`)."""
         self.peer_slots: Any = None
-        """As it is for attention in a ring (`kernels/attention/context/peers.py`)."""
+        """Memory that its ranks share, once somebody asked for it; of rings of keys (`context/peers.py`)."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
