@@ -79,9 +79,8 @@ class ProcessGroup:
         self.callable: Any = None
         """An object with the methods of torch's groups, once one of them was used (`beside/torch_methods.py`)."""
         self.torch_group: Any = None
-        """torch's ProcessGroup over the same transports, if there is one."""
         self.registration: TorchRegistration | None = None
-        """torch's own object for the group, if it has one."""
+        """torch's ProcessGroup over the same transports, and torch's own object for the group, if there are."""
         self.mail: Any = None
         """The messages of pipelines over this group, once there is a pipeline (`pipelining/runtime/messages.py`)."""
         self.transfer_cost: Any = None
