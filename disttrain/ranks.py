@@ -101,23 +101,22 @@ class Ranks(Sequence[int]):
         return position if distance == 0 and rank >= self.lowest else None
 
     def positions(self, members: Ranks) -> Ranks | None:
-        """The place of each of `members`; None if one is not among them."""
+        """The position of each of `members`; None if one is not among them."""
         if self._loops is not None and members._loops is not None and len(self._loops) == 1:
             stride = self._loops[0][1]
             ends = self.position(members[0]), self.position(members.lowest), self.position(members.highest)
             if None not in ends and not any(step % stride for _, step in members._loops):
                 return Ranks.grid(ends[0] or 0, [(size, step // stride) for size, step in members._loops])
-        places = [self.position(rank) for rank in members]
-        known = [place for place in places if place is not None]
-        return Ranks.of(known) if len(known) == len(places) else None
+        positions = [self.position(rank) for rank in members]
+        return None if None in positions else Ranks.of(position for position in positions if position is not None)
 
-    def at(self, places: Ranks) -> Ranks:
-        """The ranks in these places."""
-        if self._loops is not None and places._loops is not None and len(self._loops) == 1:
+    def at(self, positions: Ranks) -> Ranks:
+        """The ranks at these positions."""
+        if self._loops is not None and positions._loops is not None and len(self._loops) == 1:
             stride = self._loops[0][1]
-            return Ranks.grid(self[places[0]], [(size, step * stride) for size, step in places._loops])
+            return Ranks.grid(self[positions[0]], [(size, step * stride) for size, step in positions._loops])
         ranks: Sequence[int] = self.listed
-        return Ranks.of([ranks[place] for place in places])
+        return Ranks.of([ranks[position] for position in positions])
 
     def plain(self) -> list[Any]:
         """Numbers in lists, to be sent or to be written: `from_plain` makes the same ranks of them."""

@@ -92,7 +92,7 @@ def remove_listener(listener: Listener) -> None:
 
 
 def combined(name: str, values: Sequence[float]) -> float:
-    """What the numbers of several ranks under one name come to: rates add up, of others there is a mean."""
+    """Combines the numbers of several ranks under one name: rates add up, of others there is a mean."""
     return sum(values) if name.endswith("_per_s") else sum(values) / len(values)
 
 

@@ -78,14 +78,14 @@ class SavePlans(Sequence[RankPlan]):
         outline = self._outlines[rank]
         plan = RankPlan(values=[name for name in outline.values if self._value_writers[name] == rank])
         plan.values.extend(outline.per_rank)
-        places: dict[int, tuple[tuple[int, ...], int] | None] = {}
+        locations: dict[int, tuple[tuple[int, ...], int] | None] = {}
         for name in sorted(outline.tensors):
             placed = self._placed[name]
             key = id(placed.layout)
-            if key not in places:
-                places[key] = placed.layout.find(rank)
-            place = places[key]
-            boxes = [] if place is None else _written(placed, *place)
+            if key not in locations:
+                locations[key] = placed.layout.find(rank)
+            location = locations[key]
+            boxes = [] if location is None else _written(placed, *location)
             plan.parts.extend((name, box) for box in boxes)
             if boxes and not placed.is_cut:
                 plan.listed.add(name)
@@ -158,8 +158,8 @@ def _deal_all(layouts: Mapping[str, tuple[TensorSpec, Layout]], differing: Colle
         layout = layouts[hands[0].name][1]
         loads = {}
         for rank, num_bytes in load_bytes.items() if layout.num_parts == 1 else ():
-            if (place := layout.find(rank)) is not None:
-                loads[place[1]] = num_bytes
+            if (location := layout.find(rank)) is not None:
+                loads[location[1]] = num_bytes
         dealt |= deal(hands, layout.num_holders, start % layout.num_holders, loads)
     return {
         name: _Placed(spec, layout, dealt.get(name, Dealt(0, 1)), max_elements.get(name, math.prod(spec.shape)))

@@ -21,7 +21,7 @@ tree_unflatten: Any = _pytree.tree_unflatten
 
 
 def registers_of(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    """What a module has by name: children, parameters, buffers."""
+    """The children, parameters and buffers of a module, by name."""
     return module._modules, module._parameters, module._buffers
 
 

@@ -127,7 +127,7 @@ def _attended_here(*args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _within() -> Mask | None:
-    """What calls of this rank see at most. Raises LookupError where it is in no block."""
+    """The most that calls of this rank see. Raises LookupError where it is in no block."""
     cut = current_cut()
     if cut is None:
         raise LookupError

@@ -38,7 +38,7 @@ class CutBatch:
     parts: Parts
     way: str | None
     documents: Documents | None
-    """Which positions of the whole sequence, S of them, belong together."""
+    """The positions of the whole sequence, S of them, that belong together."""
 
     input_ids: torch.Tensor
     """(B, s)."""

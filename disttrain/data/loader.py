@@ -52,7 +52,7 @@ class Loader:
         self._collate = collate
         self._is_endless = endless
         self.num_samples_behind = 0
-        """How many samples of the run all replicas have had."""
+        """The number of samples of the run that all replicas have had."""
 
     @property
     def epoch(self) -> int:

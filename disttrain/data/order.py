@@ -1,4 +1,4 @@
-"""Which samples a step has: a pure function of the seed and of the step's place in the run, alike for any replicas.
+"""Chooses the samples of a step: a pure function of the seed and of the step's place in the run, for any replicas.
 
 The samples of all epochs stand in one row, each epoch's in an order of its own. A batch is the next `batch_size` of
 them, and replicas cut it. So every sample comes once in each epoch, all batches are full, and the position in the data
@@ -66,8 +66,8 @@ class SampleOrder:
 
     def row(self, number: int) -> Sample:
         """The sample with this number in the run."""
-        epoch, place = divmod(number, self.num_samples)
-        return Sample(epoch, permuted(place, self.num_samples, self.seed, epoch) if self.shuffle else place)
+        epoch, position = divmod(number, self.num_samples)
+        return Sample(epoch, permuted(position, self.num_samples, self.seed, epoch) if self.shuffle else position)
 
 
 def share_of(batch_size: int, replica: int, num_replicas: int) -> range:
@@ -83,8 +83,8 @@ def share_of(batch_size: int, replica: int, num_replicas: int) -> range:
     return range(replica * size, (replica + 1) * size)
 
 
-def permuted(place: int, size: int, seed: int, epoch: int) -> int:
-    """Where `place` of `size` goes: a permutation that needs no memory, however many places there are.
+def permuted(position: int, size: int, seed: int, epoch: int) -> int:
+    """Moves `position` of `size`: a permutation that needs no memory, however many positions there are.
 
     A Feistel network on the bits (Luby and Rackoff, 1988), again and again until the result is below `size` (Black and
     Rogaway, "Ciphers with Arbitrary Finite Domains", 2002).
@@ -92,12 +92,12 @@ def permuted(place: int, size: int, seed: int, epoch: int) -> int:
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
     while True:
-        left, right = place >> half, place & mask
+        left, right = position >> half, position & mask
         for turn in range(_NUM_ROUNDS):
             left, right = right, left ^ (hashed(seed, epoch, turn + 1, right) & mask)
-        place = left << half | right
-        if place < size:
-            return place
+        position = left << half | right
+        if position < size:
+            return position
 
 
 def hashed(*numbers: int) -> int:

@@ -15,7 +15,7 @@ import torch
 from disttrain.errors import DataError
 
 IGNORED_TARGET: Final = -100
-"""What `torch.nn.functional.cross_entropy` and ours leave out by default."""
+"""The target that `torch.nn.functional.cross_entropy` and ours leave out by default."""
 
 
 class Piece(NamedTuple):

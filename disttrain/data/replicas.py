@@ -1,4 +1,4 @@
-"""Which replica this rank belongs to: ranks of one replica read the same samples."""
+"""Finds the replica that this rank belongs to: ranks of one replica read the same samples."""
 
 from __future__ import annotations
 

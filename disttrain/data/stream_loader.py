@@ -115,9 +115,9 @@ class _Stream:
 
     def state(self) -> list[Any]:
         """Its epoch, its rows in it, and its own state."""
-        own = copy.deepcopy(self._source.state_dict()) if self._has_state else None
+        source_state = copy.deepcopy(self._source.state_dict()) if self._has_state else None
         # A list, which a checkpoint takes as one value: the state may have other keys when it is loaded.
-        return [self._epoch, self._num_rows, own]
+        return [self._epoch, self._num_rows, source_state]
 
     def go_on_from(self, state: Sequence[Any]) -> None:
         epoch, num_rows, own = state

@@ -95,7 +95,7 @@ class Documents(Sequence[np.ndarray]):
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
+            return [self[position] for position in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
         start, stop = (int(end) for end in self._ends[index % len(self) : index % len(self) + 2])
@@ -115,16 +115,16 @@ def _open_folder(folder: Path, part: str) -> TokenArray:
         raise DataError("TokenArray.open", problem, "Name one that it has.")
     names = file_names(folder, part, manifest)
     arrays = [_map_npy(folder / name) for name in names]
-    found = TokenArray(arrays)
+    tokens = TokenArray(arrays)
     dtypes = {str(array.dtype) for array in arrays}
     expected = manifest["num_tokens"][part]
-    if found.size != expected:
-        problem = f"{folder} has {found.size} {part} tokens in {len(names)} files; {MANIFEST} says {expected}."
+    if tokens.size != expected:
+        problem = f"{folder} has {tokens.size} {part} tokens in {len(names)} files; {MANIFEST} says {expected}."
         raise DataError("TokenArray.open", problem, "Make the folder again.")
     if "dtype" in manifest and dtypes - {manifest["dtype"]}:
         problem = f"{folder} has tokens of {', '.join(sorted(dtypes))}; {MANIFEST} says {manifest['dtype']}."
         raise DataError("TokenArray.open", problem, "Make the folder again.")
-    return found
+    return tokens
 
 
 def _map_npy(path: Path) -> np.ndarray:

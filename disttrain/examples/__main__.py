@@ -34,8 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"examples: {error.filename}: {error.strerror}.", file=sys.stderr)  # noqa: T201
         return USAGE
-    told = f"{len(new)} new files in {options.folder}" if new else f"{options.folder} has them all already"
-    write(f"{told}. Its README.md tells of each; to begin with:\n")
+    outcome = f"{len(new)} new files in {options.folder}" if new else f"{options.folder} has them all already"
+    write(f"{outcome}. Its README.md tells of each; to begin with:\n")
     write(f"  disttrain-launch --standalone --nproc-per-node 2 {options.folder / 'train_llama.py'}")
     return 0
 

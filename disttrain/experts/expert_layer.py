@@ -1,4 +1,4 @@
-"""What all layers of experts have in common: tokens go to their experts, and what comes back is summed up."""
+"""The base of all layers of experts: tokens go to their experts, and what comes back is summed up."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ExpertLayer(nn.Module):
             yield self, name, parameter
 
     def hidden_cuts(self) -> Sequence[Placement] | None:
-        """How each of `expert_tensors` is cut along the hidden dim of experts; None where they cannot be."""
+        """The cut of each of `expert_tensors` along the hidden dim of experts; None where they cannot be."""
         return None
 
     def float8_obstacle(self) -> str:
@@ -154,7 +154,7 @@ def local_part(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def local_share(bias: torch.Tensor, layer: nn.Module) -> torch.Tensor:
-    """What this rank adds of a bias of outputs: a share of it where ranks sum up what they have of these."""
+    """This rank's term of a bias of outputs: a share of it where ranks sum up what they have of these."""
     hidden_cut: HiddenCut | None = getattr(layer, "hidden_cut", None)
     if hidden_cut is None or not isinstance(bias, DTensor):
         return local_part(bias)

@@ -44,7 +44,7 @@ class HiddenCut:
 
 
 def hidden_placements(*, is_transposed: bool, is_interleaved: bool, is_fused: bool) -> tuple[Placement, Placement]:
-    """How weights into experts, (experts, hidden, width), and those back are cut; `is_fused`: gate and up in one."""
+    """The cuts of weights into experts, (experts, hidden, width), and of those back; `is_fused`: gate and up in one."""
     into, back = (2, 1) if is_transposed else (1, 2)
     return (StridedShard(into, 2) if is_fused and not is_interleaved else Shard(into)), Shard(back)
 

@@ -99,7 +99,7 @@ class Experts(ExpertLayer):
         return float8_sizes(*self.gate_up_proj.shape[1:], *self.down_proj.shape[1:])
 
     def hidden_cuts(self) -> Sequence[Placement]:
-        """How each of `expert_tensors` is cut along the hidden dim of experts."""
+        """The cut of each of `expert_tensors` along the hidden dim of experts."""
         form = self.form
         into, back = hidden_placements(
             is_transposed=form.is_transposed, is_interleaved=form.is_interleaved, is_fused=True

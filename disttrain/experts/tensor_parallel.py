@@ -36,7 +36,7 @@ class ExpertTensorParallel(ParallelStyle):
     """
 
     crossings = 2.0, 2.0
-    """How often a step sends the tokens' hidden vectors, in the planner's count: forward, and backward."""
+    """The times that a step sends the tokens' hidden vectors, in the planner's count: forward, and backward."""
 
     def __init__(self, *, cuts_tokens: bool = False) -> None:
         """`cuts_tokens`: each rank has its part of the tokens, all of one size, as with sequence parallel; then

@@ -10,8 +10,7 @@ from weakref import WeakValueDictionary
 
 from disttrain.errors import ArgumentError, MeshError
 from disttrain.mesh._torch import GraphConstant, hold_in_graphs
-from disttrain.mesh.given import grid_of, layout_of
-from disttrain.mesh.groups import given_groups
+from disttrain.mesh.given import given_groups, grid_of, layout_of
 from disttrain.mesh.layout import MeshLayout
 from disttrain.process_group import ProcessGroup, World, current_world, init_process_group, is_initialized
 from disttrain.process_group.beside.torch_callers import NotForTorch, check_caller

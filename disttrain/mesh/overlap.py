@@ -38,13 +38,13 @@ def without(mesh: DeviceMesh, other: DeviceMesh, axes: Sequence[int]) -> tuple[D
 
 
 def _left_over(members: Ranks, inner: Sequence[Ranks], rank: int) -> tuple[list[Loop], int]:
-    """The loops over places in `members` that go on where all `inner` ones stand still, and their first place."""
-    place = members.position(rank) or 0
+    """The loops over positions in `members` that go on where all `inner` ones stand still, and their first position."""
+    position = members.position(rank) or 0
     taken: list[Loop] = []
     for each in inner:
-        places = members.positions(each)
-        loops = None if places is None else places.loops
-        if loops is not None and places == Ranks.grid(place - _within(place, loops), loops):
+        positions = members.positions(each)
+        loops = None if positions is None else positions.loops
+        if loops is not None and positions == Ranks.grid(position - _within(position, loops), loops):
             taken += loops
     left, step = [], 1
     for size, stride in sorted(taken, key=lambda loop: loop[1]):
@@ -54,12 +54,12 @@ def _left_over(members: Ranks, inner: Sequence[Ranks], rank: int) -> tuple[list[
         step = stride * size
     left.append((len(members) // step, step))
     loops = tuple(loop for loop in reversed(left) if loop[0] > 1)
-    return [*loops], place - _within(place, loops)
+    return [*loops], position - _within(position, loops)
 
 
-def _within(place: int, loops: Sequence[Loop]) -> int:
-    """How far the loops have gone at a place."""
-    return sum(place // stride % size * stride for size, stride in loops if stride > 0)
+def _within(position: int, loops: Sequence[Loop]) -> int:
+    """The steps that the loops have gone at a position."""
+    return sum(position // stride % size * stride for size, stride in loops if stride > 0)
 
 
 def _axis_of(mesh: DeviceMesh, name: str, members: Ranks) -> DeviceMesh:

@@ -20,9 +20,9 @@ from disttrain.notebook.rank import AT_S, ERROR, VALUE, Task, run_rank
 from disttrain.process_group.calls.packing import unpack
 
 GRACE_S: Final = 3.0
-"""How long ranks that are to end may take before they are killed."""
+"""The time that ranks that are to end may take before they are killed."""
 _NOTICED_S: Final = 1.0
-"""How late a rank's death is noticed at most: what others say of it meanwhile is not its cause."""
+"""The longest time until a rank's death is noticed: what others say of it meanwhile is not its cause."""
 _READ_BYTES: Final = 1 << 16
 
 
@@ -181,7 +181,7 @@ class Ranks:
         return bool(data)
 
     def _note_end(self, rank: Rank) -> None:
-        """What a rank that has ended left in its pipes, and what it came to."""
+        """Reads what a rank that has ended left in its pipes, and what it came to."""
         rank.process.join()
         self._running.discard(rank)
         self._selector.unregister(rank.process.sentinel)
@@ -198,8 +198,8 @@ class Ranks:
         elif ERROR in answer:
             self._failures.append(Failure(rank.rank, answer[AT_S], answer[ERROR]))
         elif not self._is_ending:
-            told = _death(rank.process.exitcode or 0)
-            self._failures.append(Failure(rank.rank, time.monotonic() - _NOTICED_S, told))
+            cause = _death(rank.process.exitcode or 0)
+            self._failures.append(Failure(rank.rank, time.monotonic() - _NOTICED_S, cause))
 
 
 def _show(rank: int, lines: Sequence[str], *, is_error: bool) -> None:

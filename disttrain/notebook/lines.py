@@ -1,4 +1,4 @@
-"""What a rank writes, as lines that stay readable where they are stored: nothing in them moves a cursor. Pure."""
+"""Makes lines of a rank's output that stay readable where they are stored: nothing in them moves a cursor. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from typing import Final
 
 BAR_INTERVAL_S: Final = 10.0
-"""How often a line that overwrites itself, such as a progress bar, is shown before it is whole."""
+"""The interval at which a line that overwrites itself, such as a progress bar, is shown before it is whole."""
 
 _COLOUR = r"\x1b\[[0-9;:]*m"
 _NO_COLOUR = "\x1b[0m"
@@ -50,7 +50,7 @@ class LineReader:
 
 
 def plain(line: str) -> str:
-    """What a terminal would show of `line` in the end, with its colours."""
+    """Returns what a terminal would show of `line` in the end, with its colours."""
     shown = _INVISIBLE.sub(lambda match: match[1] or "", _overwritten(line).rstrip("\r"))
     colours = re.findall(_COLOUR, shown)
     # A stored line's colour would go on in those after it.

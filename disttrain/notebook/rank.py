@@ -43,7 +43,7 @@ _ABOUT_FORKS: Final = ("forked subprocess", "fork-based multiprocessing")
 
 @dataclass(frozen=True)
 class Task:
-    """What each rank calls, and the variables that tell it its place."""
+    """The function that each rank calls, and the variables that tell it its place."""
 
     function: Callable[..., Any]
     args: Sequence[Any]
@@ -76,7 +76,7 @@ def run_rank(task: Task, stdout: int, stderr: int, report: int) -> None:
 
 
 def _result(task: Task) -> Any:
-    """What the function returns, once all that a script does at its end is done."""
+    """Returns what the function returns, once all that a script does at its end is done."""
     if num_gpus(settings.environment()) and has_lost_gpus():
         raise LaunchError(OPERATION, GPUS_USED, GPUS_REMEDY)
     try:

@@ -22,7 +22,7 @@ from disttrain.store import Store
 _log = logging.getLogger(__name__)
 
 PATIENCE_S: Final = 60.0
-"""How long rank 0 waits for others' parts of a cycle, from the first on, and at the end of the profile."""
+"""The time that rank 0 waits for others' parts of a cycle, from the first on, and at the end of the profile."""
 _QUEUE: Final = "parts"
 _CHUNK_BYTES: Final = 16 << 20
 """Of a value in the store, which takes four times as much."""
@@ -32,7 +32,7 @@ _PART, _LEFT, _CLOSING = "part", "left", "closing"
 
 @dataclass
 class Cycle:
-    """What has come of one cycle: of each rank its times and its part of the trace; and who knows no common clock."""
+    """The parts of one cycle that have come: each rank's times and part of the trace; and who knows no common clock."""
 
     number: int
     due_s: float

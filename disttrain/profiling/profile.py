@@ -232,15 +232,15 @@ class profile:  # noqa: N801  it is used as a function is
         steps = range(self._first_step, self._num_steps)
         axis_names = {group.group_name: group.axis_name for group in groups}
         alone = {group.axis_name or group.group_name for group in groups if group.group_size == 1}
-        found = read_rank_trace(trace, steps, axis_names, alone)
+        spans = read_rank_trace(trace, steps, axis_names, alone)
         times = times_of_rank(
             self._rank,
             len(steps),
-            found.window or (0, 0),
-            found.computing,
-            found.communication,
-            found.data_waits,
-            on_device=found.on_device,
+            spans.window or (0, 0),
+            spans.computing,
+            spans.communication,
+            spans.data_waits,
+            on_device=spans.on_device,
             raised=self._raised,
         )
         start_ns, shift_ns = self._clock.start_ns, self._clock.shift_ns
@@ -284,7 +284,7 @@ def _finish_device() -> None:
 
 
 def _exported(profiler: torch.profiler.profile) -> dict[str, Any]:
-    """What the profiler has recorded, in Chrome's format."""
+    """The events that the profiler has recorded, in Chrome's format."""
     with tempfile.TemporaryDirectory(prefix="disttrain-profile-") as folder:
         file = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(file))

@@ -18,12 +18,12 @@ Event = dict[str, Any]
 Span = tuple[int, int]
 
 LOADERS: Final = ("enumerate(DataLoader)", "data wait")
-"""How ranges begin that wait for data: that of torch's DataLoader, and what a script names so itself."""
+"""Beginnings of ranges that wait for data: of torch's DataLoader, and of those that a script names so itself."""
 
 STEP: Final = re.compile(r"ProfilerStep#(\d+)")
 """The range of a step, under torch's name for it."""
 OF_NCCL: Final = "nccl:"
-"""How torch's own ranges around NCCL's kernels begin."""
+"""The name that torch's own ranges around NCCL's kernels begin with."""
 ON_DEVICE: Final = {"kernel", "gpu_memcpy", "gpu_memset"}
 _BETWEEN_DEVICES: Final = ("PtoP", "Peer")
 
@@ -42,7 +42,7 @@ class RankTrace:
 def read_rank_trace(
     trace: Mapping[str, Any], steps: Collection[int], axis_names: Mapping[str, str], alone: Collection[str] = ()
 ) -> RankTrace:
-    """What `trace` says of these `steps`, by torch's numbers; of all that is there where none is given.
+    """Reads what `trace` says of these `steps`, by torch's numbers; of all that is there where none is given.
 
     `communication` has kernels by mesh axis on a device, and the waits of the host without one. `axis_names`: of each
     group by its name; `alone`: axes of one rank, on which nobody is waited for.
@@ -107,9 +107,9 @@ class Launches:
                 by_thread[event["tid"]].append(event)
             elif event["name"].startswith(OF_NCCL):
                 self.launched[OF_NCCL, event.get("args", {}).get("External id")] = event
-        for thread, found in by_thread.items():
-            found.sort(key=lambda event: event["ts"])
-            self.ranges[thread] = [event["ts"] for event in found], found
+        for thread, nested in by_thread.items():
+            nested.sort(key=lambda event: event["ts"])
+            self.ranges[thread] = [event["ts"] for event in nested], nested
         for event in self.events:
             if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {}):
                 self.launched[event["args"]["correlation"]] = event
@@ -129,9 +129,9 @@ class Launches:
         launch = self.launched.get(key)
         if launch is None or launch["tid"] not in self.ranges:
             return None
-        starts, found = self.ranges[launch["tid"]]
+        starts, nested = self.ranges[launch["tid"]]
         # The innermost of those that are open: the last that has begun by then and has not ended.
-        for event in reversed(found[: bisect.bisect_right(starts, launch["ts"])][-4:]):
+        for event in reversed(nested[: bisect.bisect_right(starts, launch["ts"])][-4:]):
             if event["ts"] + event.get("dur", 0) >= launch["ts"]:
                 _, axis = parsed(event["name"]) or ("", "")
                 return axis

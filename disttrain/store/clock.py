@@ -79,20 +79,20 @@ class SharedClock:
         self._due_s = began_s + rank * SPACING_S
 
     def look(self, now_s: float) -> tuple[float, float] | None:
-        """What `ask_clock` returns; None where it is not due, has been returned already, or nobody knows it yet."""
+        """The result of `ask_clock`; None where it is not due, has been returned already, or nobody knows it yet."""
         if now_s < self._due_s:
             return None
         name = f"clock of {self._boot or self._rank}/{self._num_vain}"
         self._num_vain += 1
         self._due_s = now_s + ANSWER_S * (1 << min(self._num_vain, 10))
         try:
-            told = once(self._store, name, self._asked, 1.2 * ANSWER_S)
+            answer = once(self._store, name, self._asked, 1.2 * ANSWER_S)
         except StoreError:
             return None
-        if told == _UNKNOWN:
+        if answer == _UNKNOWN:
             return None
         self._due_s = float("inf")
-        offset_s, error_s = map(float, told.split())
+        offset_s, error_s = map(float, answer.split())
         return offset_s, error_s
 
     def _asked(self) -> str:

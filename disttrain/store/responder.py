@@ -94,7 +94,7 @@ class Responder:
         return answers
 
     def once(self, name: str, compute: Callable[[], str]) -> str:
-        """What `compute` returns on the first member that comes to this `name`, for all members. Raises StoreError."""
+        """Returns on all members what `compute` returns on the first that comes to this `name`. Raises StoreError."""
         return once(self.store, f"once/{name}", compute)
 
     def tell(self, notice: bytes, name: str) -> bool:
@@ -124,8 +124,8 @@ class Responder:
             self._hear(notice)
 
     def settle(self, name: str) -> None:
-        """What the notice of this name asked for is done: nobody need hear it any more. For who has told it; nothing
-        happens where another has, which says so itself."""
+        """Withdraws the notice of this name, since what it asked for is done: nobody need hear it any more. For who has
+        told it; nothing happens where another has, which does so itself."""
         notice = self._told.pop(name, None)
         if notice is None:
             return

@@ -9,9 +9,9 @@ from typing import Final
 from disttrain.reports import combined
 
 HOLD_S: Final = 5.0
-"""How long a step waits for ranks that have not reported yet, and may never."""
+"""The time that a step waits for ranks that have not reported yet, and may never."""
 PATIENCE_S: Final = 60.0
-"""How long it waits for those that have reported before."""
+"""The time that it waits for those that have reported before."""
 
 Entry = tuple[int, float, dict[str, float]]
 """A step, the time of the report, and its numbers."""

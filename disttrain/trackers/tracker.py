@@ -32,7 +32,7 @@ class Tracker(Protocol):
         ...
 
     def flush(self) -> None:
-        """What was logged is to be seen, if it can be; called whenever nothing more waits."""
+        """Makes visible what was logged, if it can; called whenever nothing more waits."""
         ...
 
     def close(self) -> None:

@@ -29,11 +29,11 @@ _log = logging.getLogger(__name__)
 
 _QUEUE: Final = "reports"
 _SEND_S: Final = 1.0
-"""How often a rank sends what it has reported."""
+"""The interval at which a rank sends what it has reported."""
 _IDLE_S: Final = 3600.0
 _MAX_WAITING: Final = 10_000
 _CLOSING_S: Final = 10.0
-"""How long a tracker may take to send the last numbers."""
+"""The time that a tracker may take to send the last numbers."""
 
 
 def track(

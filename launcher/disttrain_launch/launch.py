@@ -135,8 +135,8 @@ def _take_part(
         others = [] if leader is None else link.take_dumps(agent.round)
         why, facts = _story(dumps, folder, others, done.outcome, spec, started_s, is_over=True)
     _log_end(leader, done.outcome.exit_code, cause_of(done.outcome), verdict=facts)
-    told = fates(done.outcome, agent.output, agent.stopped_ranks, is_told_elsewhere=leader is None)
-    agent.output.say(told + ending(done.outcome, spec, done.note, is_told_elsewhere=leader is None) + why)
+    lines = fates(done.outcome, agent.output, agent.stopped_ranks, is_told_elsewhere=leader is None)
+    agent.output.say(lines + ending(done.outcome, spec, done.note, is_told_elsewhere=leader is None) + why)
     # Who told us to stop does not wait for a reader.
     agent.output.flush(_SAY_MS if isinstance(done.outcome, Interrupted) else None)
     link.leave()

@@ -22,7 +22,7 @@ def runs_of(ranks: Sequence[int]) -> Runs:
     """The same ranks as few ranges."""
     if isinstance(ranks, range):
         return (ranks,)
-    found: list[range] = []
+    ranges: list[range] = []
     at = 0
     while at < len(ranks):
         start = ranks[at]
@@ -30,9 +30,9 @@ def runs_of(ranks: Sequence[int]) -> Runs:
         count = 1
         while step > 0 and at + count < len(ranks) and ranks[at + count] == start + count * step:
             count += 1
-        found.append(range(start, start + count * max(step, 1), max(step, 1)))
+        ranges.append(range(start, start + count * max(step, 1), max(step, 1)))
         at += count
-    return tuple(found)
+    return tuple(ranges)
 
 
 def num_ranks(runs: Runs) -> int:
@@ -149,6 +149,6 @@ class Layout:
 def _unravelled(index: int, shape: Sequence[int]) -> tuple[int, ...]:
     coordinate = []
     for size in reversed(shape):
-        index, place = divmod(index, size)
-        coordinate.append(place)
+        index, position = divmod(index, size)
+        coordinate.append(position)
     return tuple(reversed(coordinate))

@@ -95,7 +95,7 @@ def _of_files(manifest: Manifest) -> Iterator[str]:
 def of_file_rows(
     name: str, file: SavedFile, rows: Iterable[tuple[str, int, int, int]], block_bytes: int
 ) -> Iterator[str]:
-    """What is wrong with chunks of a file, in its order: (file, offset, bytes, bytes of checksums)."""
+    """Tells the fault of chunks of a file, in its order: (file, offset, bytes, bytes of checksums)."""
     end = file.header_bytes
     for _, offset, num_bytes, num_checksum_bytes in rows:
         if offset < end:
@@ -131,7 +131,7 @@ def _of_tensor(name: str, tensor: TensorEntry, block_bytes: int) -> Iterator[str
 
 
 def of_all_chunks(name: str, tensor: TensorEntry) -> Iterator[str]:
-    """What is wrong if these are all chunks of a tensor."""
+    """Tells the fault where these are all chunks of a tensor."""
     shape, chunks, boxes = tensor.shape, tensor.chunks, tensor.boxes
     are_parts = _are_cut_along_a_dim(shape, boxes)
     problem = next(of_chunks(name, shape, tensor.dtype, chunks, are_within=are_parts), None)
@@ -150,7 +150,7 @@ def of_all_chunks(name: str, tensor: TensorEntry) -> Iterator[str]:
 def of_chunks(
     name: str, shape: tuple[int, ...], dtype: str, chunks: Iterable[Chunk], *, are_within: bool = False
 ) -> Iterator[str]:
-    """What is wrong with some of a tensor's chunks, each for itself."""
+    """Tells the fault of some of a tensor's chunks, each for itself."""
     item_bytes = ITEM_BYTES.get(dtype)
     for chunk in chunks:
         if not are_within and not _is_within(shape, chunk.box):

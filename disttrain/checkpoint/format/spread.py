@@ -54,8 +54,8 @@ class SpreadTensor:
         """All of them, from all tables."""
         tables = self._tables
         tables.need(tables.files)
-        found = [chunk for file in tables.files for chunk in tables.chunks(file, self.name)]
-        return tuple(sorted(self._checked(found), key=lambda chunk: chunk.box))
+        chunks = [chunk for file in tables.files for chunk in tables.chunks(file, self.name)]
+        return tuple(sorted(self._checked(chunks), key=lambda chunk: chunk.box))
 
     @property
     def boxes(self) -> list[Box]:

@@ -141,7 +141,7 @@ def _gathered(manifest: Manifest) -> tuple[list[str], Mapping[str, list[tuple[st
 
 
 def _misplaced(manifest: Manifest, tables: Tables) -> Iterator[str]:
-    """What tables have and the manifest does not know, and values per rank that they lack."""
+    """Lists what tables have and the manifest lacks, and the values per rank that they lack."""
     expected = {name for name, tensor in manifest.tensors.items() if not isinstance(tensor, SavedTensor)}
     owners = {name: by_rank for name, by_rank in manifest.per_rank.items() if not isinstance(by_rank, dict)}
     expected.update(owners)

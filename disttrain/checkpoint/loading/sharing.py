@@ -71,10 +71,10 @@ def shared_boxes(wants: Sequence[Wants], rank: int) -> dict[tuple[int, ...], dic
 
 def _place(layout: Layout, rank: int, wanting: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """A rank's coordinate, and which of those `wanting` have the same parts; none where it is not on the mesh."""
-    place = layout.find(rank)
-    if place is None:
+    location = layout.find(rank)
+    if location is None:
         return (), ()
-    return place[0], tuple(sorted({*layout.holders(place[0])}.intersection(wanting)))
+    return location[0], tuple(sorted({*layout.holders(location[0])}.intersection(wanting)))
 
 
 def plan_shared(

@@ -60,12 +60,12 @@ def shared_names(
     groups: dict[tuple[int, ...], list[str]] = {}
     for name in sorted(holders):
         groups.setdefault(tuple(holders[name]), []).append(name)
-    own = next(ranks for ranks in ranks_of.values() if rank in ranks)
+    own_ranks = next(ranks for ranks in ranks_of.values() if rank in ranks)
     several = sorted(
         (firsts, names) for firsts, names in groups.items()
         if len(firsts) > 1 or len(ranks_of[id(outlines[firsts[0]])]) > 1
     )  # fmt: skip
-    return [(number, names) for number, (firsts, names) in enumerate(several) if own[0] in firsts]
+    return [(number, names) for number, (firsts, names) in enumerate(several) if own_ranks[0] in firsts]
 
 
 def differing_groups(digests_of_ranks: Sequence[Sequence[Sequence[Any]]]) -> list[int]:

@@ -35,8 +35,8 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     The state of another rank, which a rank gets when there are more of them now than there were, makes seeds of this
     rank's own: no two ranks draw the same numbers, and every resume of the same save draws the same.
     """
-    told: object = state
-    saved = told.get("generators") if isinstance(told, Mapping) else None
+    value: object = state
+    saved = value.get("generators") if isinstance(value, Mapping) else None
     if not isinstance(saved, PerRank):
         raise ArgumentError(
             "set_rng_state", f"{type(state).__name__} is given, without generators.", "Give what rng_state() returned."

@@ -16,7 +16,7 @@ OPERATION = "capture_step"
 
 
 class TensorForm(NamedTuple):
-    """What a tensor's values are not. `spec` is that of a DTensor, whose `shape` and `strides` are its part's."""
+    """All of a tensor but its values. `spec` is that of a DTensor, whose `shape` and `strides` are its part's."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -27,7 +27,7 @@ class TensorForm(NamedTuple):
 
 
 class Form(NamedTuple):
-    """How arguments are nested, and what is at each place: a TensorForm, or a value with its type."""
+    """The nesting of arguments, and what is at each place: a TensorForm, or a value with its type."""
 
     structure: Any
     leaves: tuple[Any, ...]

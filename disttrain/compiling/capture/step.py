@@ -65,7 +65,7 @@ def capture_step(
 
 
 class CapturedStep:
-    """What `capture_step` returns: is called as the step is."""
+    """The result of `capture_step`: is called as the step is."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What a step works on besides its arguments: modules and optimizers, found in the function or named.
+"""The things that a step works on besides its arguments: modules and optimizers, found in the function or named.
 
 A recording holds as long as these are as they were when it was made.
 """

@@ -1,4 +1,4 @@
-"""What the ways to exchange rows have in common."""
+"""The interface of the ways to exchange rows."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _MOST: Final = 8
 
 @dataclass(frozen=True)
 class Choice:
-    """How logits (tokens, experts) become weights and indices.
+    """The rule by which logits (tokens, experts) become weights and indices.
 
     Args: score  "softmax", "sigmoid", or "late", the softmax of the chosen ones;  is_wide  in fp32.
     """
@@ -109,7 +109,7 @@ _JITTERS: Final = ("jitter_noise", "router_jitter_noise", "input_jitter_noise")
 
 
 def block_forwards(module: nn.Module, experts: str, num_experts: int, *, is_batched: bool) -> Iterator[BlockForward]:
-    """What the forward of a block with such experts may be, the most likely first.
+    """Lists what the forward of a block with such experts may be, the most likely first.
 
     Args: is_batched  the experts' own forward takes as many rows for each expert, which a block gives them.
     """

@@ -1,4 +1,4 @@
-"""How rows that are sorted by expert become the experts' outputs."""
+"""Computes the experts' outputs of rows that are sorted by expert."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Stacks(NamedTuple):
 
 @dataclass(frozen=True)
 class Computation:
-    """What an expert computes, and how its weights lie.
+    """The computation of an expert, and the layout of its weights.
 
     Args: gated          the form that one kernel computes; without it, `activation` is called between two products.
           is_transposed  weights are (experts, in, out).
@@ -159,7 +159,7 @@ def _values(module: nn.Module, names: Sequence[str], children: Sequence[str]) ->
 
 
 def named(module: Any, path: str) -> Any:
-    """What a module, or one of its own, has under a name with dots."""
+    """Gets what a module, or one of its own, has under a name with dots."""
     for name in path.split("."):
         module = getattr(module, name)
     return module

@@ -1,4 +1,4 @@
-"""What a module's experts are, and the class that computes them so; found once for modules that are alike."""
+"""Finds a module's experts, and the class that computes them so; once for modules that are alike."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Finding:
 
 
 def found(module: nn.Module, known: dict[Hashable, Finding]) -> Finding | None:
-    """What `module` is; None where it has no experts. `known` keeps what was found for others that are alike."""
+    """Tells what `module` is; None where it has no experts. `known` keeps what was found for others that are alike."""
     find = _finder(module)
     if find is None:
         return None
@@ -217,7 +217,7 @@ def _obstacle(module: nn.Module) -> str:
 
 
 def _likeness(module: nn.Module) -> Hashable:
-    """What two modules have in common if what is found for one is so for the other."""
+    """The key that two modules share if what is found for one is so for the other."""
     values = [
         (prefix, name, value)
         for prefix, part in module.named_modules()

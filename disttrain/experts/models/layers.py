@@ -44,7 +44,7 @@ class StackedExperts(ExpertLayer):
         return self._how.float8_obstacle(self._weights.width, self._weights.hidden)
 
     def hidden_cuts(self) -> Sequence[Placement] | None:
-        """How each of `expert_tensors` is cut along the hidden dim; None where outputs are more than sums along it."""
+        """The cut of each of `expert_tensors` along the hidden dim; None where outputs are more than sums along it."""
         weights, how = self._weights, self._how
         if weights.is_flat or how.norm or (how.gated is None and weights.has_gate and how.takes != "gate"):
             return None

@@ -74,7 +74,7 @@ def _apart(
 
 
 def _conversions(model: nn.Module) -> tuple[list[_Merge], list[Any]]:
-    """What transformers does to names and tensors when it loads the model; nothing for other models."""
+    """The changes that transformers makes to names and tensors when it loads the model; nothing for other models."""
     if not any(kind.__module__ == "transformers.modeling_utils" for kind in type(model).__mro__):
         return [], []
     # Here, since a model of transformers has it loaded already, and others need not have it.

@@ -15,7 +15,7 @@ from disttrain.experts.models._torch import copied
 _SMALL: Final = 1 << 20
 """Elements of a module that is copied at its own size."""
 WIDE: Final = 1e-11
-"""What rounding makes of results in fp64, relative to the greatest value."""
+"""The error that rounding makes in results in fp64, relative to the greatest value."""
 NARROW: Final = 1e-6
 """In fp32."""
 

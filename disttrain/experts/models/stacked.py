@@ -122,7 +122,7 @@ def _bias(module: nn.Module, name: str) -> str:
 
 
 def _number(module: nn.Module) -> int:
-    """How many experts a module says it has."""
+    """The number of experts that a module says it has."""
     values = [value for name, value in vars(module).items() if name.endswith("num_experts") and type(value) is int]
     return values[0] if len(values) == 1 else 0
 

@@ -21,7 +21,7 @@ _KINDS: Final = {3: "routed", 2: "presorted", 1: "batched"}
 
 
 def call_of(module: nn.Module) -> tuple[str, tuple[str, ...]]:
-    """How the module is called, read off its forward's arguments, and their names; "" where it is another way."""
+    """Tells how the module is called, read off its forward's arguments, and their names; "" where it is another way."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     names = tuple(one.name for one in parameters)
     is_plain = all(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in parameters)
@@ -43,7 +43,7 @@ def gated_forms(module: nn.Module, *, is_transposed: bool) -> Iterator[GatedForm
 
 
 def computations(module: nn.Module, weights: Any, orders: Sequence[bool] = (False,)) -> Iterator[Computation]:
-    """What a module with these weights may compute, the fastest first.
+    """Lists what a module with these weights may compute, the fastest first.
 
     Args: orders  whether up's weight may come before gate's.
     """
@@ -72,7 +72,7 @@ def _functions(module: nn.Module) -> Iterator[str]:
 
 
 def inputs_of(replica: Replica, kind: str, num_experts: int) -> list[tuple[torch.Tensor, ...]]:
-    """What a module may be called with, in the orders that there are."""
+    """Draws arguments for calls of a module, in the orders that there are."""
     if kind == "batched":
         return [(replica.drawn(3 * num_experts, replica.width, scale=3.0),)]
     if kind == "presorted":
@@ -117,7 +117,7 @@ def agreed(
 def _in_both_modes(
     module: nn.Module, forward: Callable[..., Any], given: Sequence[torch.Tensor]
 ) -> tuple[list[Results], str]:
-    """What a forward gives in evaluation and in training; nothing, and what it raised."""
+    """Returns what a forward gives in evaluation and in training; or nothing, and what it raised."""
     both = []
     for is_training in (False, True):
         module.train(is_training)
@@ -146,7 +146,7 @@ def _difference(
 def attempted(
     module: nn.Module, forward: Callable[..., Any], given: Sequence[torch.Tensor], *, with_grads: bool = True
 ) -> tuple[Results | None, str]:
-    """What a forward gives, or what it raised."""
+    """Returns what a forward gives, or what it raised."""
     try:
         return results(module, forward, given, with_grads=with_grads), ""
     except Exception as error:  # noqa: BLE001  # a stranger's code may raise anything, which is told

@@ -25,7 +25,7 @@ SCOPES = ("rank", "sequence", "batch")
 
 @dataclass(frozen=True)
 class Balance:
-    """What a router does in training to keep loads even.
+    """The means by which a router keeps loads even in training.
 
     Args: aux_loss_coeff    what the balance loss is multiplied by; transformers' router_aux_loss_coef, or Megatron's
                             moe_aux_loss_coeff, as `is_per_choice` says.

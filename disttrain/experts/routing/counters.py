@@ -16,7 +16,7 @@ from disttrain.process_group._c10d import is_in_backward
 MEANS: Final = ("entropy", "balance_loss", "z_loss")
 """Means over the tokens of a pass, padding too, which are gathered times their number; nan where scores were nan."""
 NUM_OTHERS: Final = len(MEANS) + 1
-"""What follows the experts' tokens in `RouterCounters.counts`: the means, and the number of choices dropped."""
+"""The entries behind the experts' tokens in `RouterCounters.counts`: the means, and the number of choices dropped."""
 
 
 def _add(counts: torch.Tensor, indices: torch.Tensor, one: torch.Tensor, means: torch.Tensor, has_grad: bool) -> None:
@@ -74,7 +74,7 @@ class KeepsDtypes(nn.Module):
 
 
 class RouterCounters(KeepsDtypes):
-    """What one router has counted in training: no part of its state dict.
+    """The counts of one router in training: no part of its state dict.
 
     Under torch's DistributedDataParallel, which would overwrite it by rank 0's, give broadcast_buffers=False.
     """

@@ -63,7 +63,7 @@ def _watch(router: nn.Module, args: Any, output: Any) -> Any:
 
 @torch.no_grad()
 def _rule_of(router: nn.Module) -> RouterRule | None:
-    """What a watch asks of the rule of somebody else's router; None of a module that is none."""
+    """Reads the rule of somebody else's router, as far as a watch needs it; None of a module that is none."""
     weight, top_k = getattr(router, "weight", None), getattr(router, "top_k", None)
     if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or not isinstance(top_k, int):
         return None

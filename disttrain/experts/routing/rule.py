@@ -28,7 +28,7 @@ SCORES = ("softmax", "sigmoid", "softmax_of_chosen")
 
 @dataclass(frozen=True)
 class RouterRule:
-    """How a token's scores come from its logits, and its experts and their weights from the scores.
+    """The rule by which a token's scores come from its logits, and its experts and their weights from the scores.
 
     Args: num_experts    of the layer, on all ranks together.
           top_k          experts of a token.

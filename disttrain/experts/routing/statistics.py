@@ -1,4 +1,4 @@
-"""What the routers of a model have done since they were last asked, for reports and trackers."""
+"""Statistics of a model's routers since they were last asked, for reports and trackers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from disttrain.mesh import DeviceMesh, axis_of_several
 
 @dataclass(frozen=True)
 class RouterStatistics:
-    """What one router has done in training since it was last asked."""
+    """The statistics of one router in training since it was last asked."""
 
     tokens_per_expert: tuple[int, ...]
     num_tokens: int

@@ -1,4 +1,4 @@
-"""What is done with each routing in training: losses are taken of it, and it is counted."""
+"""Watches each routing in training: takes losses of it, and counts it."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _NUM_PAST: Final = 64
 
 
 class Progress(Protocol):
-    """How far a device is in a graph, by marks that are within the graph."""
+    """The progress of a device in a graph, by marks that are within the graph."""
 
     def begin_graph(self) -> None:
         """The graph begins here, as it is recorded."""

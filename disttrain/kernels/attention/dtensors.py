@@ -74,7 +74,7 @@ def attention_of_dtensors(
 
 
 def _index_of(axis: DeviceMesh, mesh: DeviceMesh) -> int | None:
-    """Which axis of the tensors' mesh it is; None where it is another, of which they have a rank's positions."""
+    """The index of an axis in the tensors' mesh; None of another, of which they have a rank's positions."""
     ranks = axis.get_group().ranks
     return next((index for index in range(mesh.ndim) if mesh.get_group(index).ranks == ranks), None)
 

@@ -27,7 +27,7 @@ NAME: Final = "linear_cross_entropy"
 
 
 @as_one_call
-def summed_loss(
+def computed_losses(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -37,33 +37,19 @@ def summed_loss(
     group_name: str,
     block_bytes: int,
     sums_hidden: bool,
+    is_summed: bool,
 ) -> torch.Tensor:
-    """The sum of all rows' losses, wide. Collective, and where hidden has a gradient again in backward.
+    """The sum of all rows' losses, or the loss of each row, (rows,); wide. Collective, and where hidden has a gradient
+    again in backward.
 
     Args: hidden  (rows, D);  weight  (own classes, D);  bias  (own classes,);  target  (rows,), int64;
           class_weight  (classes,), wide;  terms  the values of a LossTerms;  block_bytes  see `plan_blocks`;
           group_name  of the group that cuts the classes, or empty;
           sums_hidden  hidden's gradient is the sum of all ranks', else this rank's term.
     """
+    function = _Summed if is_summed else _Rows
     arguments = (hidden, weight, bias, target, class_weight, list(terms), group_name, block_bytes)
-    return _Summed.apply(sums_hidden, _wanted(hidden, weight, bias), *arguments)  # type: ignore[no-any-return, no-untyped-call]
-
-
-@as_one_call
-def losses_of_rows(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    target: torch.Tensor,
-    class_weight: torch.Tensor | None,
-    terms: Sequence[float],
-    group_name: str,
-    block_bytes: int,
-    sums_hidden: bool,
-) -> torch.Tensor:
-    """The loss of each row, (rows,), wide; else as `summed_loss`."""
-    arguments = (hidden, weight, bias, target, class_weight, list(terms), group_name, block_bytes)
-    return _Rows.apply(sums_hidden, _wanted(hidden, weight, bias), *arguments)  # type: ignore[no-any-return, no-untyped-call]
+    return function.apply(sums_hidden, _wanted(hidden, weight, bias), *arguments)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _wanted(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> list[bool]:

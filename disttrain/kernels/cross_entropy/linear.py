@@ -10,7 +10,7 @@ from disttrain.autocast import is_within_autocast
 from disttrain.dtensor import DTensor
 from disttrain.errors import DisttrainError, GroupError, ShapeError
 from disttrain.kernels.choice import wide_dtype
-from disttrain.kernels.cross_entropy.graph import NAME, losses_of_rows, summed_loss
+from disttrain.kernels.cross_entropy.graph import NAME, computed_losses
 from disttrain.kernels.cross_entropy.pieces import LossTerms, weights_of
 from disttrain.kernels.cross_entropy.plan import BLOCK_BYTES
 from disttrain.mesh import DeviceMesh
@@ -138,14 +138,15 @@ def loss_and_weight(
         num_classes, first_class, options.ignore_index, options.label_smoothing, options.z_loss, options.soft_cap
     )
     classes = target.reshape(-1).long()
-    run = losses_of_rows if options.reduction == "none" else summed_loss
+    is_summed = options.reduction != "none"
     group_name = "" if group is None else group.group_name
     rows = hidden.reshape(-1, hidden.shape[-1])
     numbers = list(map(float, terms))
-    losses = run(rows, weight, bias, classes, wide_weight, numbers, group_name, options.block_bytes, sums_hidden)
+    arguments = (rows, weight, bias, classes, wide_weight, numbers, group_name, options.block_bytes, sums_hidden)
+    losses = computed_losses(*arguments, is_summed)
     row_weights, is_counted = weights_of(classes, wide_weight, terms), classes != options.ignore_index
     total_weight = (is_counted if row_weights is None else row_weights * is_counted).sum(dtype=wide)
-    return losses.view(target.shape) if options.reduction == "none" else losses, total_weight
+    return losses if is_summed else losses.view(target.shape), total_weight
 
 
 def _check_options(options: LinearLossOptions, rank: int | None) -> None:

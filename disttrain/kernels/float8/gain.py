@@ -24,7 +24,7 @@ from disttrain.kernels.float8.linear import Recipe, float8_linear
 _LEAST_GAIN: Final = 1.05
 
 _HOST_S: Final = 80e-6
-"""What a layer's additional launches, about ten, take the host in a compiled block."""
+"""The host's time for a layer's additional launches, about ten, in a compiled block."""
 
 _NUM_WARMUPS: Final = 2
 _NUM_ROUNDS: Final = 5

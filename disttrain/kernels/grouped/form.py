@@ -11,7 +11,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped")
 
 @dataclass(frozen=True)
 class GatedForm:
-    """How an expert computes `down(activation(gate(x)) * up(x))`.
+    """The form in which an expert computes `down(activation(gate(x)) * up(x))`.
 
     Args: activation      silu, gelu, gelu_tanh; clamped is gpt-oss's: gate and up are clamped to `limit`, and
                           (up + 1) * gate * sigmoid(alpha * gate) is the product.

@@ -29,7 +29,7 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Which tokens go to which experts: order, slots and ends of `ExpertOrder`; weights (tokens, k)."""
+    """The way of tokens to experts: order, slots and ends of `ExpertOrder`; weights (tokens, k)."""
 
     order: torch.Tensor
     slots: torch.Tensor

@@ -173,7 +173,7 @@ class FusedOptimizer(Optimizer):
         return recording
 
     def _check_is_complete(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        """What a recorded step made, each replay would make again."""
+        """Refuses a step that would make state: each replay of the recorded one would make it again."""
         state = self.state.get(parameter, {})
         if any(state.get(name) is None for name in ("step", *self._names(group))):
             problem = f"a parameter of shape {tuple(parameter.shape)} has no state yet, which a graph would make anew."

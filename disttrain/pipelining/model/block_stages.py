@@ -105,7 +105,7 @@ def _stage(model: nn.Module, parts: Parts, block_range: range, *, is_first: bool
 
 @dataclass
 class _Part:
-    """How a stage is called. `unchecked`: blocks that have not yet been seen to return one tensor."""
+    """The arguments of a stage. `unchecked`: blocks that have not yet been seen to return one tensor."""
 
     takes: str | None
     takes_no_cache: bool

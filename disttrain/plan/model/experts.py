@@ -106,7 +106,7 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class ExpertAssumptions:
-    """What no size says, and a run decides.
+    """The numbers that no size says, and a run decides.
 
     Args: imbalance  rows of the rank along ep that has most, over the mean;  exchange_bytes  of an element on its way
           to an expert: 1 in float8, None as it is computed with; the way back is as it is computed with;

@@ -7,33 +7,19 @@ going back. A rank talks with others of its host and with other hosts at once; t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 
 from disttrain.plan.job import Choice, Job
 from disttrain.plan.model.parts import local_key_size
+from disttrain.plan.time.exchange import Exchange
 
 _SEEN_SHARE = 0.75
 """Of another rank's keys: all that one of two ranks sees of the other's, and half that the other one sees."""
 
 
-@dataclass(frozen=True)
-class Keys:
-    """Keys and values of one microbatch in one block, one way: bytes that a rank sends on its host, and to others."""
-
-    within_bytes: float
-    between_bytes: float
-    latency_s: float
-    seconds: float
-
-    @property
-    def sent_bytes(self) -> float:
-        return self.within_bytes + self.between_bytes
-
-
 @cache
-def keys_of(job: Job, choice: Choice) -> Keys | None:
-    """None where there is nobody to send to."""
+def keys_of(job: Job, choice: Choice) -> Exchange | None:
+    """Keys and values of one microbatch in one block, one way; None where there is nobody to send to."""
     cp, sizes, hardware = choice.mesh.cp, job.sizes, job.hardware
     if cp == 1:
         return None
@@ -45,13 +31,13 @@ def keys_of(job: Job, choice: Choice) -> Keys | None:
     within, between = (on_host - 1) * to_one, (cp - on_host) * to_one
     latency_s = hardware.node_latency_s if on_host == cp else hardware.network_latency_s
     slower = max(within / hardware.node_bytes_per_s, between / hardware.network_bytes_per_s)
-    return Keys(within, between, latency_s, latency_s + slower)
+    return Exchange(within, between, latency_s, latency_s + slower)
 
 
 def exposed_s(job: Job, choice: Choice, times: int, attention_s: float, taken_share: float) -> float:
-    """What the exchange adds to attention of `attention_s`, beside whose parts of the ranks before the last it goes,
-    `times` as much as one way. What is hidden takes `taken_share` of its time from what hides it, if it leaves the
-    host; within one, copy engines do it."""
+    """The time that the exchange adds to attention of `attention_s`, beside whose parts of the ranks before the last it
+    goes, `times` as much as one way. What is hidden takes `taken_share` of its time from what hides it, if it leaves
+    the host; within one, copy engines do it."""
     keys = keys_of(job, choice)
     if keys is None:
         return 0.0

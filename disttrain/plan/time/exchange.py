@@ -17,7 +17,8 @@ from disttrain.plan.model.activations import load_of
 
 @dataclass(frozen=True)
 class Exchange:
-    """One way of one microbatch's rows in one block: bytes that a rank sends on its host, and to others."""
+    """One way of one microbatch's rows, or keys and values, in one block: bytes that a rank sends on its host, and to
+    others."""
 
     within_bytes: float
     between_bytes: float

@@ -178,9 +178,9 @@ def _grouped(job: Job, choice: Choice, rate: float) -> Computing:
 
 
 def _exposed_s(job: Job, choice: Choice, products: _Products) -> tuple[float, float]:
-    """What tensor parallel adds to a block's forward and to its backward: communication that nothing hides, and what
-    products lose that are computed part by part to hide it; the less of that and of whole collectives, whose sums of
-    gradients alone are hidden, behind products for weights."""
+    """The time that tensor parallel adds to a block's forward and to its backward: communication that nothing hides,
+    and what products lose that are computed part by part to hide it; the less of that and of whole collectives, whose
+    sums of gradients alone are hidden, behind products for weights."""
     tp = choice.mesh.tp
     if tp == 1:
         return 0.0, 0.0

@@ -109,7 +109,7 @@ def timeline_of(job: Job, choice: Choice) -> Timeline:
 
 
 def _beside_nothing(choice: Choice) -> Choice:
-    """How the ranks beside a pipeline share its stages' parameters changes nothing in it."""
+    """Counts all ranks beside a pipeline as one kind: how they share parameters changes nothing in its timeline."""
     if choice.mesh.replicate == 1:
         return choice
     return replace(choice, mesh=replace(choice.mesh, replicate=1, dp=choice.mesh.replicate * choice.mesh.dp))

@@ -89,7 +89,7 @@ class Backend(ABC):
     XCCL: ClassVar = "xccl"
     UNDEFINED: ClassVar = "undefined"
     default_device_backend_map: ClassVar[Mapping[str, str]] = {"cpu": "gloo", "cuda": "nccl"}
-    """What serves a device type unless somebody says otherwise. This name is torch's, as those above: of them only
+    """The backend of a device type unless somebody says otherwise. This name is torch's, as those above: of them only
     gloo and nccl are here, the others for who compares what get_backend() gives."""
 
     devices: ClassVar[tuple[str, ...]]

@@ -22,14 +22,14 @@ OURS: Final = {
     "disttrain.fsdp2": ("fully_shard",),
     "disttrain.tp": ("parallelize_module",),
 }
-"""What has the names of torch's functions that take meshes or placements, by the packages to import it from."""
+"""The functions that have the names of torch's that take meshes or placements, by the packages to import them from."""
 PRIVATE_NAMES: Final = (
     *("_coordinate_on_dim", "_create_flatten_mesh", "_create_sub_mesh", "_create_unflatten_mesh", "_device_type"),
     *("_dim_group_names", "_flatten_mapping", "_flatten_rank_map", "_get_all_submeshes", "_get_mesh_dim_by_name"),
     *("_get_root_mesh", "_get_root_mesh_dim", "_get_slice_mesh_layout", "_is_current_rank_part_of_mesh"),
     *("_mesh_dim_names", "_pg_registry", "_rank_map", "_root_mesh", "_thread_id"),
 )
-"""What torch's functions read of torch's meshes."""
+"""The attributes that torch's functions read of torch's meshes."""
 _LOOK_UP: Final = ("get_backend", "_resolve_group")
 _HAND_TO_CPP: Final = "DistributedDataParallel.__init__"
 _TORCHS: Final = "torch.distributed"

@@ -68,8 +68,8 @@ def _contents(value: object) -> Any:
         return list(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
-        own = {name: getattr(value, name) for name in names if hasattr(value, name)}
-        return {**own, **getattr(value, "__dict__", {})}
+        fields = {name: getattr(value, name) for name in names if hasattr(value, name)}
+        return {**fields, **getattr(value, "__dict__", {})}
     return None
 
 
@@ -105,8 +105,8 @@ def _check(kind: type, name: str) -> None:
 
 
 def _found(module: str, qualified_name: str) -> Any:
-    """What a loaded module has under a name; its classes' attributes are looked at, and none computed."""
-    found: Any = sys.modules.get(module)
+    """Gets what a loaded module has under a name; its classes' attributes are looked at, and none computed."""
+    value: Any = sys.modules.get(module)
     for name in qualified_name.split("."):
-        found = vars(found).get(name) if hasattr(found, "__dict__") else None
-    return found
+        value = vars(value).get(name) if hasattr(value, "__dict__") else None
+    return value

@@ -116,7 +116,7 @@ def _remedy(error: Exception) -> str:
 
 
 def _instead_of(value: object) -> str:
-    """What to send in the place of a value that is none of data."""
+    """The value to send in the place of one that is none of data."""
     if isinstance(value, np.ndarray | np.generic):
         return "Send an array of numbers or texts: one for each field, or value.tolist()."
     if isinstance(value, torch.nn.Module | torch.optim.Optimizer):

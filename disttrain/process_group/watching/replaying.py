@@ -75,5 +75,5 @@ def listed_operations() -> Iterator[Replays]:
 
 
 def ended_group(groups: Iterable[GroupLike]) -> str:
-    """Which of these groups has ended, as `Replays.obstacle` says it; empty where none has."""
+    """Tells which of these groups has ended, as `Replays.obstacle` says it; empty where none has."""
     return next((f"group {group.group_name} has ended: {group.ended_by}" for group in groups if group.ended_by), "")

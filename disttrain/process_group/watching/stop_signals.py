@@ -105,7 +105,7 @@ class StopSignals:
 
 
 def _act_as_before(number: int) -> None:
-    """What the signal would have done without a handler of ours; SIGUSR1 is no order to end."""
+    """Does what the signal would have done without a handler of ours; SIGUSR1 is no order to end."""
     if number == signal.SIGTERM:
         faulthandler.unregister(number)
         os.kill(os.getpid(), number)

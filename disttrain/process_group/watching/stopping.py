@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 AGREE_S: Final = 30.0
-"""How long all ranks' witnesses may take to say how far their ranks are."""
+"""The time that all ranks' witnesses may take to say how far their ranks are."""
 _LOOK_S: Final = 1.0
 _NEVER: Final = math.inf
 """Where a rank has left already, since the job is at its end."""
@@ -100,8 +100,8 @@ class Stopping:
             store, size = self._world.store, self._group.group_size
             store.set(f"stop/{self._world.rank}", str(num_passed))
             if store.add("stop/num_told", 1) == size:
-                told = store.multi_get([f"stop/{rank}" for rank in range(size)])
-                store.compare_set("stop/after", b"", str(max(map(int, told)) + 1))
+                answers = store.multi_get([f"stop/{rank}" for rank in range(size)])
+                store.compare_set("stop/after", b"", str(max(map(int, answers)) + 1))
 
     def _agreed(self) -> float:
         """The number of the question that is answered by yes, _NEVER or _UNKNOWN, as for all ranks."""

@@ -54,7 +54,7 @@ class SharedChannel:
             return listener
 
     def leave(self, listener: Listener) -> None:
-        """What it waits for fails, and the connection ends where nobody else has it. Idempotent."""
+        """Ends a listener: its wait fails, and the connection ends where nobody else has it. Idempotent."""
         with self._lock:
             if listener.is_closed:
                 return

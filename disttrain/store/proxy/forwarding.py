@@ -123,7 +123,7 @@ class Forwarding:
             self._orphans.pop(key).session = None
 
     def frames(self) -> list[bytes]:
-        """What is to be sent to the server since this was called last."""
+        """The bytes to be sent to the server since this was called last."""
         self._mergeable.clear()
         frames = []
         while self.has_unsent:
@@ -147,7 +147,7 @@ class Forwarding:
         return refused
 
     def frames_again(self) -> list[bytes]:
-        """What is to be sent on a new connection before all else: what has no answer yet, under its old number."""
+        """The bytes to be sent first on a new connection: requests without an answer yet, under their old numbers."""
         under_way = [sent for sent in self._sent.values() if sent.was_sent]
         return [self._encode([sent.number, -sent.body[0], *sent.body[1:]]) for sent in under_way]
 
@@ -178,7 +178,7 @@ class Forwarding:
             self._new(body, [request])
 
     def _send_gathered(self, connection: int, key: Key | None) -> None:
-        """What this connection has asked goes before its next request, of `key`, unless they go together."""
+        """Sends what this connection has asked before its next request, of `key`, unless they go together."""
         if behind := self._gathering.before(connection, key):
             self._together(behind)
 

@@ -157,7 +157,7 @@ class Upstream:
             self._shell.carry_out(self._hub.answered(answers))
 
     def _hear(self, message: Message) -> bool:
-        """What the server says unasked."""
+        """Takes what the server says unasked."""
         if message[0] == NEWS:
             self._dialer.standby = to_address(message[2])
         elif message[0] == NOT_A_REQUEST:

@@ -20,7 +20,7 @@ from disttrain.tp.layers.gathering import Cutting, gather_and_multiply, multiply
 from disttrain.tp.layers.linears import Matrix, input_grad, refuse_second_derivative
 
 WISHES = {None: -1, False: 0, True: 1}
-"""How an operator is told whether parts are to be exchanged under the multiplications."""
+"""The argument that tells an operator whether parts are to be exchanged under the multiplications."""
 
 
 @as_one_call

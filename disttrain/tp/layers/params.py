@@ -16,7 +16,7 @@ from disttrain.errors import ShardingError
 from disttrain.tp.layers.axis import Axis
 
 _LAID_OUT_AS = "_disttrain_laid_out_as"
-"""What became of a parameter: other modules that share it are given the same."""
+"""The outcome for a parameter: other modules that share it are given the same."""
 
 
 @dataclass(frozen=True)

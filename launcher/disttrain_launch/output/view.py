@@ -33,7 +33,7 @@ class WorkerState:
     told_s: float | None = None
     """When it reported last, in seconds since 1970."""
     numbers: Mapping[str, Number] = field(default_factory=dict)
-    """What it reported."""
+    """The numbers that it reported."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ REPORTS = "reports"
 SAY_EVERY_S = 3.0
 """The interval at which a waiting node says for whom it waits."""
 _TELL_EVERY_S = 1.0
-"""How often node 0 tells it: who says so for the first time finds it told, and what it finds is new."""
+"""The interval at which node 0 tells it: who says so for the first time finds it told, and what it finds is new."""
 MIN_ATTEMPT_S = 0.5
 MIN_WAIT_S = 0.001
 WORDS_AT_ONCE = 1000

@@ -90,7 +90,7 @@ def _directives(job: Submission, args: argparse.Namespace, working_directory: Pa
 
 
 def _save_s(job: Submission, args: argparse.Namespace) -> int | None:
-    """How long before its end the job is told; None: it is not."""
+    """The time before its end at which the job is told; None: it is not."""
     if args.save_time is None:
         return _DEFAULT_SAVE_S if args.requeue else None
     seconds = int(args.save_time)

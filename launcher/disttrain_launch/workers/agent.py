@@ -99,7 +99,7 @@ class Agent:
         if has_table and self.output.can_show_table:
             self.feed = TableFeed(is_coloured=not settings.NO_COLOR.read(environ))
         self.explanations = Explanations()
-        """What is said later, while a round runs."""
+        """The words that are said later, while a round runs."""
         self.round = -1
         """The last one that it took part in."""
 

@@ -22,7 +22,7 @@ from disttrain.flight_recorder.record.ring.layout import SUFFIX
 from disttrain_launch.request.job import OPERATION
 
 DUMP_S = 1.0
-"""How long workers may take to dump."""
+"""The time that workers may take to dump."""
 _SILENT_S = 10.0
 _MOVED_TO = 0x80
 _EVENT = struct.Struct("iIII")

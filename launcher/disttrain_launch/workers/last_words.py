@@ -10,7 +10,7 @@ MAX_CHARS = 32 << 10
 _MAX_SUMMARY_CHARS = 300
 _MAX_MESSAGE_LINES = 20
 _PREFIX = re.compile(r"^\[rank\d+\]: ?")
-"""What torch puts before each line of a traceback."""
+"""The text that torch puts before each line of a traceback."""
 _TRACEBACK = re.compile(r"^ *(\+ Exception Group )?Traceback \(most recent call last\):")
 _TERMINATED = re.compile(r"^terminate called ")
 """An exception of C++ that nobody has caught; the next line says which."""
@@ -20,7 +20,7 @@ _CONSEQUENCE = re.compile(
     r"|remote process (has )?(exited|terminated)|ncclRemoteError|communicator was aborted|peer (has )?died"
     r"|has left the job|not every rank came, nor can|: rank \d+ refused |has ended: |StoreConnectionError"
 )
-"""What transports and stores say, ours and torch's, when somebody else has gone."""
+"""The words of transports and stores, ours and torch's, when somebody else has gone."""
 
 
 def excerpt(text: str) -> str:

@@ -19,12 +19,12 @@ from disttrain.reports import REQUEUE_EXIT_CODE
 from disttrain_launch.workers.outcome import Changed, Failed, Interrupted, Outcome, Requeued, Succeeded, outweighs
 
 KILL_S = 5.0
-"""How long the kernel may take to end processes that were sent SIGKILL."""
+"""The time that the kernel may take to end processes that were sent SIGKILL."""
 PATIENCE_S = 10.0
-"""How long after the first worker has ended well it is said that others are waited for."""
+"""The time after the first worker has ended well at which it is said that others are waited for."""
 SETTLE_S = 3.0
-"""How long the others may take to end by themselves, where the first to end says that another is to blame, or where
-what all of them say is shown or kept."""
+"""The time that the others may take to end by themselves, where the first to end says that another is to blame, or
+where what all of them say is shown or kept."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 

@@ -123,10 +123,10 @@ def _without_sizes(call: OpCall, rule: Rule, propagation: Propagation) -> AnySiz
     sources = []
     is_wanted = call.argument("output_mask", (True,) * len(call.outputs))
     for output, layout, is_made in zip(call.outputs, propagation.results, is_wanted, strict=True):
-        found = _sources(call, positions, propagation.operands, layout, tuple(output.shape)) if is_made else ()
-        if found is None:
+        source = _sources(call, positions, propagation.operands, layout, tuple(output.shape)) if is_made else ()
+        if source is None:
             return None
-        sources.append(found)
+        sources.append(source)
     is_tuple = len(call.facts.returned) > 1
     if not sources:
         return None

@@ -73,7 +73,7 @@ class Absence:
 
     @cached_property
     def _places(self) -> dict[int, int]:
-        return {id(wait): place for place, wait in enumerate(self.waits)}
+        return {id(wait): index for index, wait in enumerate(self.waits)}
 
     def _direct(self, indexes: tuple[int, ...]) -> _Direct:
         if indexes not in self._known:

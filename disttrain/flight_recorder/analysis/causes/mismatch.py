@@ -199,7 +199,7 @@ def _is_swapped(matched: Match, collective: Collective) -> bool:
 
 
 def _unlike_ends(send: CallSite, receive: CallSite) -> tuple[Kind, str] | None:
-    """What both ends of a message have not in common."""
+    """Tells how the ends of a message differ."""
     if send.dtypes != receive.dtypes:
         return Kind.MISMATCHED_DTYPE, "dtypes"
     if send.num_input_elements != receive.num_output_elements:

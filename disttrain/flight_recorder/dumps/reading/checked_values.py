@@ -86,7 +86,7 @@ def at(values: Sequence[T], index: Any) -> T:
 
 
 def device_times(value: Any) -> DeviceTimes | None:
-    """What a record or replay knows of its device. Raises TypeError, ValueError."""
+    """Reads what a record or replay knows of its device. Raises TypeError, ValueError."""
     if value is None:
         return None
     came_s, left_s, waits_s, *_ = value

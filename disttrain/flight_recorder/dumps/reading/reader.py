@@ -54,7 +54,6 @@ _RECORD_TYPES: Final[tuple[set[Any], ...]] = (
     *({str}, {int}, {int}, {str}, {float}, {float, _NONE}, {str, _NONE}, {int}),
     *({list, _NONE}, {float, _NONE}),
 )
-_RECORD_SIZE: Final = len(_RECORD_TYPES)
 _WRONG: Final = (ValueError, TypeError, LookupError, OverflowError, msgpack.exceptions.StackError)
 _NUM_DEVICE_TIMES: Final = len(DeviceTimes._fields)
 _TIMES_ONLY: Final = frozenset({float, _NONE})

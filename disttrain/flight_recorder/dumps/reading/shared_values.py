@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass
 class Shared:
-    """What has been read of the dumps of one job, by the bytes that encode it."""
+    """The values that were read of the dumps of one job, by the bytes that encode them."""
 
     stacks: dict[bytes, Stack] = field(default_factory=dict)
     sites: dict[tuple[bytes, int, int], CallSite] = field(default_factory=dict)

@@ -24,7 +24,7 @@ Fields = Mapping[str, str]
 
 
 class Agreed:
-    """Which call has followed which, that all ranks of a group have agreed about."""
+    """Pairs of calls, one behind the other, about which all ranks of a group have agreed."""
 
     def __init__(self) -> None:
         self._last = _REFUSED

@@ -26,7 +26,7 @@ class Cut(NamedTuple):
     axis: DeviceMesh
     way: str | None
     within: Mask | None = None
-    """What calls without a rule of ours see at most, such as their own document."""
+    """The most that calls without a rule of ours see, such as their own document."""
 
 
 ENTERED: Final[list[Cut]] = []
@@ -60,7 +60,7 @@ def current_cut() -> Cut | None:
 def given_or_current(
     axis: DeviceMesh | None, parts: Parts | None, way: str | None
 ) -> tuple[DeviceMesh | None, Parts | None, str | None]:
-    """What a call is given; what it is not given is that of the block, if that is of the same axis."""
+    """Completes what a call is given: the rest is that of the block, if that is of the same axis."""
     cut = current_cut() if ENTERED else None
     if cut is None or (axis is not None and axis != cut.axis):
         return axis, parts, way

@@ -22,7 +22,7 @@ Filler = Callable[[int, torch.Tensor], None]
 
 
 class Sizes(NamedTuple):
-    """What keys and values of a rank have in common with those of others."""
+    """The sizes that keys and values of a rank have in common with those of others."""
 
     batch_size: int
     num_heads: int

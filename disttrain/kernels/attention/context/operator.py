@@ -180,7 +180,7 @@ def _fields(
     parts: Parts,
     way: str | None,
 ) -> dict[str, str]:
-    """What all ranks must have alike, or would wait for each other in vain."""
+    """The values that all ranks must have alike, or would wait for each other in vain."""
     wants_grad = torch.is_grad_enabled()
     needs = [wants_grad and tensor.requires_grad for tensor in (query, key, value)]
     return {

@@ -24,7 +24,7 @@ import torch
 
 @dataclass(frozen=True)
 class Parts:
-    """Which positions of a sequence each rank has: `ranges` of each, in growing order, none empty.
+    """The positions of a sequence that each rank has: `ranges` of each, in growing order, none empty.
 
     A rank holds its positions in this order, along the dim that is cut.
     """

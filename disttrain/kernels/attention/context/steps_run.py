@@ -24,7 +24,7 @@ from disttrain.process_group import ProcessGroup
 
 
 class Program(NamedTuple):
-    """What one rank does."""
+    """The work of one rank."""
 
     group: ProcessGroup
     parts: Parts
@@ -37,7 +37,7 @@ class Program(NamedTuple):
     most_sent: tuple[int, ...]
     """Of each step of a ring, the most positions that a rank sends, as all ranks know."""
     num_head_groups: int = 1
-    """How many groups of heads run one behind the other, as all ranks know."""
+    """The number of groups of heads that run one behind the other, as all ranks know."""
 
 
 def run_steps(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, program: Program) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What takes a while to find out, and is said when it is known: a thread computes it, the event loop says it."""
+"""Says what takes a while to find out, when it is known: a thread computes it, the event loop says it."""
 
 from __future__ import annotations
 

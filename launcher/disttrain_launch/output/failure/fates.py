@@ -34,8 +34,8 @@ def _lines(reason: str, ranks: Iterable[int], held: Mapping[int, str]) -> str:
     alike: dict[str, list[int]] = {}
     for rank in ranks:
         said = held.get(rank, "")
-        own = f"failed as well: {last_words.summary(said)}" if _has_own_error(said) else ""
-        alike.setdefault(own or f"stopped because {reason}", []).append(rank)
+        own_error = f"failed as well: {last_words.summary(said)}" if _has_own_error(said) else ""
+        alike.setdefault(own_error or f"stopped because {reason}", []).append(rank)
     return "".join(f"{OPERATION}: {ranks_text(those)}: {fate}\n" for fate, those in alike.items())
 
 

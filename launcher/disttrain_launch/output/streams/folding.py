@@ -17,7 +17,7 @@ HOLD_S = 0.1
 MAX_HELD = 2000
 """Lines; ranks that write faster are not waited for."""
 TELL_S = 5.0
-"""How long repetitions are counted before they are told."""
+"""The time that repetitions are counted before they are told."""
 
 Said = tuple[frozenset[int], bytes]
 """Ranks, and a line without its end."""

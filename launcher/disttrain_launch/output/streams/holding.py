@@ -14,7 +14,7 @@ from collections.abc import Callable
 from disttrain_launch.output.streams.logs import Voice
 
 HOLD_S = 2.0
-"""How long a process that prints its last traceback may take to end."""
+"""The time that a process that prints its last traceback may take to end."""
 MAX_HELD_BYTES = 1 << 20
 _BEGINS = re.compile(
     rb"^(\[rank\d+\]: ?)?( *(\+ Exception Group )?Traceback \(most recent call last\):|terminate called )"

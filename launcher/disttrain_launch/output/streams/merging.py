@@ -33,9 +33,9 @@ class Merger:
         self._repetitions = Repetitions()
         self._voices: Counter[int] = Counter()
         self._waiting: _Unfinished | None = None
-        """What is not shown yet."""
+        """The lines that are not shown yet."""
         self._bar: _Unfinished | None = None
-        """What is on the screen."""
+        """The lines that are on the screen."""
         self._is_whole = False
         """Its line has been finished since."""
 

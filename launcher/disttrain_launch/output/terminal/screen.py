@@ -22,7 +22,7 @@ ATOMIC_BYTES = 4096
 CONGESTED_BYTES = 1 << 18
 _RETRY_S = 0.01
 BAR_INTERVAL_S = 10.0
-"""How often a moving progress bar is written where there is no terminal to overwrite it on."""
+"""The interval at which a moving progress bar is written where there is no terminal to overwrite it on."""
 _PREFIX_COLUMNS = len("[rank 0] ") + 1
 ERASE_LINE = b"\x1b[2K"
 _CLEAR_LINE = b"\r" + ERASE_LINE

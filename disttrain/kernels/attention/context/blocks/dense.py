@@ -117,5 +117,5 @@ def _scores(products: torch.Tensor, places: Places, rows: slice) -> torch.Tensor
 
 
 def _finite(lse: torch.Tensor) -> torch.Tensor:
-    """What is taken off scores: of who sees nothing it may be anything but -inf."""
+    """The number that is taken off scores: of who sees nothing it may be anything but -inf."""
     return lse.unsqueeze(-1).clamp(min=torch.finfo(lse.dtype).min)

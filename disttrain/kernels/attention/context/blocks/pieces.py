@@ -25,7 +25,7 @@ class Piece(NamedTuple):
     queries: range
     keys: range
     band: tuple[int, int] | None
-    """Which keys a query sees, as `window_of` says of as many queries as keys; None: the rule must be asked."""
+    """The keys that a query sees, as `window_of` says of as many queries as keys; None: the rule must be asked."""
 
 
 @lru_cache(_NUM_KEPT)
@@ -45,7 +45,7 @@ def _each(rule: Rule | None, queries: Sequence[range], keys: Sequence[range]) ->
 
 
 def _shifts(runs: Sequence[range]) -> list[int]:
-    """How far the places of each run's positions, of all runs one behind the other, are from the positions."""
+    """The distance of the places of each run's positions, of all runs one behind the other, from the positions."""
     return [first - run.start for first, run in zip(accumulate(map(len, runs), initial=0), runs, strict=False)]
 
 

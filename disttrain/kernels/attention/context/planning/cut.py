@@ -38,7 +38,7 @@ class CutPlan:
 
     @property
     def imbalance(self) -> float:
-        """How much more than the mean the rank with most work has: 0.02 for 2 %."""
+        """The excess over the mean of the rank with most work: 0.02 for 2 %."""
         total = sum(self.work)
         return max(self.work) * len(self.work) / total - 1 if total else 0.0
 

@@ -34,17 +34,17 @@ class Shape(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """What it takes to compare computing with sending: of an H100, 400 Tflop/s of attention and 50 GB/s to other
+    """The rates that compare computing with sending: of an H100, 400 Tflop/s of attention and 50 GB/s to other
     hosts, and 20 us for an exchange."""
 
     flops_per_byte: float = 8000.0
-    """How much is computed while a byte is sent."""
+    """The amount that is computed while a byte is sent."""
     latency_bytes: float = float(1 << 20)
-    """How much is sent in the time that an exchange takes without any bytes."""
+    """The bytes that are sent in the time that an exchange takes without any."""
 
 
 class WayCost(NamedTuple):
-    """What one way takes, forward and backward. Bytes are those of the rank that has most."""
+    """The costs of one way, forward and backward. Bytes are those of the rank that has most."""
 
     way: str
     forward_bytes: int
@@ -53,7 +53,7 @@ class WayCost(NamedTuple):
     exposed_bytes: float
     """Of both, while nothing is computed."""
     waiting_bytes: float
-    """What could be sent while a rank computes more than an equal share."""
+    """The bytes that could be sent while a rank computes more than an equal share."""
     num_exchanges: int
     memory_bytes: int
     """Of keys, values and heads that come from others, at once."""
@@ -199,7 +199,7 @@ class ContextPlan:
         )
 
     def _bytes_meanwhile(self, num_pairs: float, times: float) -> float:
-        """How many bytes are sent while so many pairs are computed so many times."""
+        """The bytes that are sent while so many pairs are computed so many times."""
         shape = self.shape
         flops = 2 * shape.batch_size * shape.num_heads * (shape.head_dim + shape.value_dim) * num_pairs
         return times * flops / self.machine.flops_per_byte

@@ -33,7 +33,7 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Tiles:
-    """What the queries of each rank see of the keys of each rank."""
+    """The tiles that the queries of each rank see of the keys of each rank."""
 
     parts: Parts
     rule: Rule | None
@@ -59,7 +59,7 @@ class Tiles:
 
     @property
     def imbalance(self) -> float:
-        """How much more than the mean the rank with most work has: 0.02 for 2 %."""
+        """The excess over the mean of the rank with most work: 0.02 for 2 %."""
         total = sum(self.work)
         return max(self.work) * len(self.work) / total - 1 if total else 0.0
 

@@ -18,7 +18,7 @@ from disttrain.kernels.choice import choose, wide_dtype
 
 
 class Joined:
-    """What queries (B, H, L, E) have seen so far: results (B, H, L, Ev) and sums (B, H, L), in fp32 or wider."""
+    """Attention of queries (B, H, L, E) over the keys so far: (B, H, L, Ev) and sums (B, H, L), in fp32 or wider."""
 
     def __init__(self, query: torch.Tensor, value_dim: int) -> None:
         wide, shape = wide_dtype(query.dtype), query.shape[:3]

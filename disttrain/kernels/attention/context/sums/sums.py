@@ -10,7 +10,7 @@ from disttrain.kernels.choice import wide_dtype
 
 
 class Unwritten:
-    """Which of so many places nothing has been written to yet. Pure."""
+    """The places, of so many, that nothing has been written to yet. Pure."""
 
     def __init__(self, length: int) -> None:
         self._runs: list[range] = [range(length)] if length else []
