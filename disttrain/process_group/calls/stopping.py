@@ -15,9 +15,9 @@ def stop_requested() -> bool:
             sys.exit(disttrain.REQUEUE_EXIT_CODE)
 
     The notice is SIGTERM or SIGUSR1, to the launcher of any node or to any rank, or `request_stop`. The first call on
-    any rank has all handle the signals; before, they end a rank. A handler that was there before is called, too. A call costs
-    about a microsecond, and no communication; only once, when a notice has come, the ranks agree through the store.
-    Where a rank has left already, or does not answer, the answer stays False on all.
+    any rank has all of them handle the signals; before, they end a rank. A handler that was there before is called,
+    too. A call costs about a microsecond, and no communication; only once, when a notice has come, the ranks agree
+    through the store. Where a rank has left already, or does not answer, the answer stays False on all.
     Raises: GroupError before init_process_group.
     Collective: every rank, equally often.
     """
