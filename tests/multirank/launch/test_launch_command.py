@@ -240,7 +240,9 @@ def without_a_network() -> list[str]:
     return unshare
 
 
-@pytest.mark.parametrize("flags", [["--standalone"], ["--nnodes", "2"], ["--nnodes", "2", "--node-rank", "1"]])
+@pytest.mark.parametrize(
+    "flags", [["--standalone"], ["--nnodes", "2", "--node-rank", "0"], ["--nnodes", "2", "--node-rank", "1"]]
+)
 def test_where_there_is_not_even_a_loopback_interface_the_command_says_so_at_once(
     launches: Launches, without_a_network: list[str], flags: list[str]
 ) -> None:
