@@ -100,6 +100,25 @@ def test_the_culprit_s_words_are_last_and_the_others_have_a_line(
         assert "in load_batch" in ended.stderr
 
 
+def test_where_a_signal_came_to_the_culprit_is_told(launches: Launches) -> None:
+    script = launches.script("""
+        import ctypes, os, time
+
+        def load_batch():
+            ctypes.string_at(0)
+
+        if os.environ["RANK"] == "1":
+            load_batch()
+        time.sleep(60)
+    """)
+    ended = launches.run("--nproc-per-node", "2", script)
+    assert ended.exit_code == 128 + signal.SIGSEGV
+    lines = told(ended)
+    assert "disttrain-launch: rank 0: stopped because rank 1 failed: Fatal Python error: Segmentation fault" in lines
+    assert any(line.startswith("      File ") and line.endswith(" in load_batch") for line in lines), ended.stderr
+    assert "Extension modules" not in ended.stderr
+
+
 SHARDED = """
     import os, sys, torch
     import disttrain
