@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -51,7 +50,9 @@ def main() -> None:
             for name, step in cases.items():
                 show(name, step)
             return
-        calls = {name: partial(cpu_us, step, options.calls) for name, step in cases.items()}
+        calls: dict[str, Callable[[], float]] = {
+            name: partial(cpu_us, step, options.calls) for name, step in cases.items()
+        }
         calls["all_to_all, unrecorded"] = unrecorded(calls["all_to_all"])
         taken = in_turns(calls, options.rounds, 3)
     finish([row("layer", "us of CPU", taken)], options.json)
@@ -74,7 +75,11 @@ def stepping(layer: Experts) -> Callable[[], None]:
 
 def product_step() -> Callable[[], None]:
     """A forward and a backward of a linear layer."""
-    x, weight, wish = torch.randn(TOKENS, DIM), torch.randn(HIDDEN, DIM, requires_grad=True), torch.randn(TOKENS, HIDDEN)
+    x, weight, wish = (
+        torch.randn(TOKENS, DIM),
+        torch.randn(HIDDEN, DIM, requires_grad=True),
+        torch.randn(TOKENS, HIDDEN),
+    )
 
     def step() -> None:
         (x @ weight.T).backward(wish)
@@ -86,22 +91,27 @@ def product_step() -> Callable[[], None]:
 @contextmanager
 def unwritten() -> Iterator[None]:
     """Kernels that only allocate, in the place of all that a layer launches."""
-    kernels = SimpleNamespace(**{name: value for name, value in vars(Unwritten).items() if not name.startswith("_")})
-    for name, value in vars(kernels).items():
-        setattr(kernels, name, value.__func__)
+    kernels = Unwritten()
+
+    def known(*_: object) -> Unwritten:
+        return kernels
+
+    def yes(_: object) -> bool:
+        return True
+
+    exchange = "disttrain.experts.exchange"
     with (
-        mock.patch.object(choice, "reference", kernels),
-        mock.patch.object(choice, "_load", lambda: kernels),
-        mock.patch("disttrain.experts.exchange.sizes.launches", lambda _: True),
-        mock.patch("disttrain.experts.exchange.arrangement.launches", lambda _: True),
-        mock.patch("disttrain.experts.exchange.sizes.triton_kernels", lambda: kernels),
-        mock.patch("disttrain.experts.exchange.arrangement.triton_kernels", lambda: kernels),
+        mock.patch.object(choice, "_REFERENCE", kernels),
+        mock.patch(f"{exchange}.sizes.launches", yes),
+        mock.patch(f"{exchange}.arrangement.launches", yes),
+        mock.patch(f"{exchange}.sizes.triton_kernels", known),
+        mock.patch(f"{exchange}.arrangement.triton_kernels", known),
     ):
         yield
 
 
 class Unwritten:
-    """The functions of `disttrain/kernels/grouped/reference.py` and of the exchange's kernels."""
+    """`Kernels` for experts, and those of the exchange's kernels."""
 
     @staticmethod
     def sort(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, ...]:

@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from disttrain.experts.crossing import GatedExperts
 from disttrain.experts.expert_layer import float8_sizes, without_experts
 from disttrain.kernels.grouped.form import GatedForm
+from disttrain.kernels.grouped.mlp import ExpertWeights
 from disttrain.kernels.grouped.products import GateUp, expert_mlp, grouped_linear, mix_experts
 from disttrain.kernels.grouped.rows import ExpertOrder, combine_rows, take_rows
 
@@ -87,6 +89,14 @@ class Computation:
         into, bias = self._into(stacks)
         biases = {"gate_up_bias": bias, "down_bias": stacks.down_bias}
         return mix_experts(x, order, weights, into, stacks.down, self.gated, **biases, float8=float8)
+
+    def gated_experts(self, stacks: Stacks, float8: str) -> GatedExperts | None:
+        """The experts of `stacks`, where they are nothing but gated layers, and there are some."""
+        if self.gated is None or self.norm or not len(stacks.down):
+            return None
+        into, bias = self._into(stacks)
+        gate, up = into if isinstance(into, tuple) else (into, None)
+        return GatedExperts(ExpertWeights(gate, up, stacks.down, bias, stacks.down_bias), self.gated, float8)
 
     def float8_obstacle(self, width: int, hidden: int) -> str:
         """Why products of these sizes cannot be in float8; empty where they can."""

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from disttrain.errors import ShardingError
+from disttrain.experts.crossing import GatedExperts
 from disttrain.experts.exchange.plan import ExpertCut
 from disttrain.experts.expert_layer import ExpertLayer, local_part, without_experts
 from disttrain.experts.models.computation import Assumed, Computation, Stacks, named
@@ -142,6 +143,13 @@ class ListedExperts(ExpertLayer):
         sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
         *parts, rest = rows.split([*sizes, len(rows) - sum(sizes)])
         return torch.cat([*(expert(part) for expert, part in zip(experts, parts, strict=True)), rest * 0])
+
+    def gated_experts(self) -> GatedExperts | None:
+        """This rank's experts, where it has some and they are nothing but gated layers as they were."""
+        experts: list[Any] = [one for one in self if not isinstance(one, AbsentExpert)]  # type: ignore[attr-defined]
+        if self._how.gated is None or self._how.norm or not experts or not all(map(self._is_plain, experts)):
+            return None
+        return self._how.gated_experts(self._weights.stacks(experts), self.float8)
 
     def mix_here(self, x: torch.Tensor, order: ExpertOrder, weights: torch.Tensor) -> torch.Tensor:
         """The forward where all experts are here, and tokens are sorted already."""
