@@ -13,7 +13,7 @@ from torch import nn
 from disttrain.experts import use_experts
 from disttrain.experts.models import layers
 from disttrain.experts.models.stacking import stacked
-from disttrain.kernels import use_kernels
+from disttrain.kernels import Sparse24, use_kernels, use_sparse24
 from tests.cases.expert_blocks import BLOCKS, D, E, GatedMlp, H, LoopOverHits, SortedRows
 from tests.cases.expert_models import CONFIGS, made
 
@@ -166,6 +166,18 @@ def _of_ones_own() -> nn.Module:
     model.experts.config._experts_implementation = "eager"
     vars(model.experts.config)["_experts_implementation_internal"] = "mine"
     return model
+
+
+def test_sparse_weights_are_still_multiplied_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = LoopOverHits()
+    quietly(model)
+    use_sparse24(model, filter=lambda name, _: name.startswith("experts") and "w2" not in name, report=lambda _: None)
+    Sparse24(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.randn(2, 7, D)
+    expected = model(x)[0]
+    monkeypatch.setattr(GatedMlp, "forward", None)  # of one expert alone
+    assert torch.equal(model(x)[0], expected)
 
 
 @pytest.mark.parametrize(

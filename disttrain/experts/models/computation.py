@@ -154,7 +154,8 @@ class Assumed:
     def of(cls, module: nn.Module) -> Assumed:
         """As the module has them now."""
         names = tuple(name for name, value in vars(module).items() if isinstance(value, float | str))
-        children = tuple(name for name, _ in module.named_children())
+            # Linear layers are looked at where they are multiplied by.
+        children = tuple(name for name, child in module.named_children() if not isinstance(child, nn.Linear))
         return cls(names, children, _values(module, names, children))
 
     def holds(self, module: nn.Module) -> bool:

@@ -18,6 +18,7 @@ from disttrain.experts.models.computation import Assumed, Computation, Stacks, n
 from disttrain.experts.models.stacking import lie_evenly, stacked
 from disttrain.kernels._torch import has_hooks
 from disttrain.kernels.grouped.rows import ExpertOrder
+from disttrain.kernels.sparse24.training import SparseLinear
 from disttrain.mesh import DeviceMesh
 from disttrain.process_group import broadcast
 
@@ -79,6 +80,11 @@ def listed_weights(experts: nn.ModuleList) -> list[ListedWeights]:
             has_gate = len(into) == 2 or factor == 2
             ways.append(ListedWeights(names[:-1], names[-1], len(experts), down[0], down[1], has_gate))
     return ways
+
+
+def _is_product(layer: nn.Module) -> bool:
+    """True for a linear layer that multiplies by its weight as it is; a sparse one holds zeros in it."""
+    return type(layer) is nn.Linear or (type(layer) is SparseLinear and layer.packed is None)
 
 
 def _linears(module: nn.Module) -> dict[str, nn.Linear]:
@@ -162,7 +168,7 @@ class ListedExperts(ExpertLayer):
         if not isinstance(expert, self._expert) or has_hooks(expert) or not self._assumed.holds(expert):
             return False
         layers = [named(expert, name) for name in (*self._weights.into, self._weights.down)]
-        return all(type(layer) is nn.Linear and not has_hooks(layer) for layer in layers)
+        return all(_is_product(layer) and not has_hooks(layer) for layer in layers)
 
 
 class AbsentExpert(nn.Module):
