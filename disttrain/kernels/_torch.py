@@ -85,17 +85,17 @@ def is_within_a_graph() -> bool:
 
 
 def are_plain(values: Iterable[Any]) -> bool:
-    """True if these are plain tensors, or None, and operators on them are seen by autograd alone: by no compiler, no
-    transform and no mode."""
+    """True if these are plain tensors with values, or None, and operators on them are seen by autograd alone: by no
+    compiler, no transform and no mode."""
     return bool(
         not torch.compiler.is_compiling()
         and not torch._C._len_torch_dispatch_stack()
         and torch._C._functorch.peek_interpreter_stack() is None
-        and all(type(value) in _PLAIN for value in values)
+        and all(value is None or (type(value) in _PLAIN and not value.is_meta) for value in values)
     )
 
 
-_PLAIN: Final = (torch.Tensor, nn.Parameter, type(None))
+_PLAIN: Final = (torch.Tensor, nn.Parameter)
 
 
 def as_constant(function: _Function) -> _Function:
@@ -324,3 +324,8 @@ def search24(packed: torch.Tensor, x: torch.Tensor) -> int:
 def multiply24(packed: torch.Tensor, x: torch.Tensor, algorithm: int) -> torch.Tensor:
     """x (R, K), contiguous, by the packed (N, K) transposed: (R, N), contiguous."""
     return torch._cslt_sparse_mm(packed, x.t(), transpose_result=True, alg_id=algorithm)
+
+
+def release_saved(ctx: Any) -> None:
+    """Has a backward that has read its saved tensors hold the last of them; not where the graph is kept for another."""
+    ctx.maybe_clear_saved_tensors()

@@ -9,6 +9,7 @@ They have no second derivatives: differentiating a backward operator raises.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -66,11 +67,44 @@ def refuse_second_derivative(op: Any) -> None:
     """Makes the results of `op`, a backward, raise when they are differentiated."""
 
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError(
-            f"{_name(op)} is not differentiable. Use torch's own operators for second derivatives."
-        )
+        raise _no_second(_name(op))
 
     torch.library.register_autograd(_name(op), backward, lib=_LIBRARY)
+
+
+def once(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Has what the backward of a torch.autograd.Function gives raise when it is differentiated, as those of operators
+    do; `name` is the operation's."""
+
+    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(backward)
+        def run(ctx: Any, *grads: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return backward(ctx, *grads)
+            with torch.no_grad():
+                results = backward(ctx, *grads)
+            return tuple(result if result is None else _Second.apply(name, result, *grads) for result in results)  # type: ignore[no-untyped-call]
+
+        return run
+
+    return decorate
+
+
+class _Second(torch.autograd.Function):
+    """A gradient that came of others."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, result: torch.Tensor, *grads: Any) -> torch.Tensor:
+        ctx.name = name
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise _no_second(f"The backward of {ctx.name}")
+
+
+def _no_second(name: str) -> NotImplementedError:
+    return NotImplementedError(f"{name} is not differentiable. Use torch's own operators for second derivatives.")
 
 
 def batch(op: Any, num_tensors: int) -> None:
