@@ -108,10 +108,13 @@ class CapturedStep:
         # Of a new state, kernels are compiled, and other memory is made.
         if self._num_calls.get((form, state), 0) < self._num_warmups:
             return self._warm_up(form, state, subjects, args, kwargs)
+        grads = subjects.grads()
         if self._drops_grads.get(form):
-            for parameter in subjects.parameters:
-                parameter.grad = None
-        key = form, state, tuple(map(id, subjects.grads()))
+            for parameter, grad in zip(subjects.parameters, grads, strict=True):
+                if grad is not None:
+                    parameter.grad = None
+            grads = [None] * len(grads)
+        key = form, state, tuple(map(id, grads))
         graph = self._graphs.get(key)
         if graph is None:
             return self._record(form, state, tensors, subjects, args, kwargs)
