@@ -120,21 +120,37 @@ def is_traced() -> bool:
 
 
 def trace_in_place_of(
-    op: Any, run: Callable[..., Any], is_seen: Callable[[tuple[Any, ...]], bool], library: Any
+    op: Any, run: Callable[..., Any], is_seen: Callable[[tuple[Any, ...]], bool], library: Any, *, is_once: bool
 ) -> None:
-    """Have AOTAutograd trace `run` in place of `op` for arguments that are `is_seen`."""
+    """Have AOTAutograd trace `run` in place of `op` for arguments that are `is_seen`.
+
+    `is_once`: once for equal arguments. Then nobody may write to results.
+    """
     # Loads modules of the compiler.
     from torch._subclasses import FakeTensor, functional_tensor
 
     plain = {torch.Tensor, torch.nn.Parameter, FakeTensor, functional_tensor.FunctionalTensor}
+
+    def key_of(value: Any) -> tuple[Any, Any]:
+        """What is equal for equal arguments, and what must be kept so that it stays so."""
+        if not isinstance(value, functional_tensor.FunctionalTensor):
+            return (type(value), value), None
+        memory = value.from_functional()
+        layout = (*map(str, memory.shape), "/", *map(str, memory.stride()), "/", str(memory.storage_offset()))
+        return (memory.untyped_storage()._cdata, memory.dtype, layout), memory
 
     def decompose(mode: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if not plain.issuperset(types):
             return NotImplemented
         if kwargs or torch.compiler.is_exporting() or not is_seen(args):
             return mode.__torch_dispatch__(func, types, args, kwargs or {})
-        with mode, _traced_launches():
-            return run(*args)
+        # Graphs do not see afterwards that launches of kernels are equal.
+        known = vars(mode).setdefault(f"_disttrain_{op}", {}) if is_once else {}
+        keys, kept = zip(*map(key_of, args), strict=True) if is_once else ((), ())
+        if keys not in known:
+            with mode, _traced_launches():
+                known[keys] = run(*args), kept
+        return known[keys][0]
 
     torch.library.register_torch_dispatch(op, functional_tensor.FunctionalTensorMode, decompose, lib=library)
 

@@ -21,15 +21,23 @@ from disttrain.settings import KERNELS
 _LIBRARY: Final = torch.library.Library("disttrain", "FRAGMENT")
 
 
-_TRACEABLE: Final[list[tuple[Any, Callable[..., Any]]]] = []
-"""Operators, and what they run, that no compiler has been told of yet."""
+_TRACEABLE: Final[list[tuple[Any, Callable[..., Any], bool]]] = []
+"""Operators, what they run, and whether once for equal arguments, that no compiler has been told of yet."""
 
 
-def define(schema: str, run: Callable[..., Any], shapes: Callable[..., Any], *, is_traceable: bool = False) -> Any:
+def define(
+    schema: str,
+    run: Callable[..., Any],
+    shapes: Callable[..., Any],
+    *,
+    is_traceable: bool = False,
+    is_once: bool = False,
+) -> Any:
     """The operator of `schema`, that computes by `run` on every device; `shapes` tells a compiler what comes out.
 
     Args: is_traceable  on GPUs `run` consists of torch's operators and of kernels launched by `traced`, and looks at
-                        nothing but shapes.
+                        nothing but shapes;  is_once  a graph may have it once for equal arguments, since nobody
+                        writes to the results.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
@@ -42,15 +50,15 @@ def define(schema: str, run: Callable[..., Any], shapes: Callable[..., Any], *, 
     torch.library.register_fake(f"disttrain::{name}", fake, lib=_LIBRARY)
     op = getattr(torch.ops.disttrain, name).default
     if is_traceable:
-        _TRACEABLE.append((op, run))
+        _TRACEABLE.append((op, run, is_once))
     return op
 
 
 def _tell_compilers() -> None:
     """Registers what is traceable once somebody traces: before, torch's modules for it would be loaded for nothing."""
     while _TRACEABLE:
-        op, run = _TRACEABLE.pop()
-        trace_in_place_of(op, run, _is_seen, _LIBRARY)
+        op, run, is_once = _TRACEABLE.pop()
+        trace_in_place_of(op, run, _is_seen, _LIBRARY, is_once=is_once)
 
 
 def _is_seen(args: tuple[Any, ...]) -> bool:

@@ -63,6 +63,7 @@ class ProcessGroup:
         self.last_operation = ""
         self.waiting_in = 0
         self.num_refused: dict[int, int] = {}
+        self.num_agreed: dict[int, int] = {}
         self.coalesced: list[Work] | None = None
         self.axis_name = ""
         self.spans_hosts: bool | None = None
