@@ -46,6 +46,7 @@ class Attending(nn.Module):
         return x + self.attention(self.attention_norm(x))
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("half", "backend", "sequence", "overlap"),
     [
