@@ -20,6 +20,7 @@ import pytest
 
 from tests.forkserver.process import WRITERS, ForkServer
 from tests.forkserver.server import GARBAGE_THRESHOLD, listening
+from tests.representatives import OPTION
 from tests.surroundings.inductor_kernels import link_kernels, share_headers
 from tests.surroundings.launching import FORK_CLIENT
 
@@ -91,7 +92,9 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
         return
     stack = ExitStack()
     config.add_cleanup(stack.close)
-    address = stack.enter_context(listening("tests", *config.args))
+    # hypothesis settles how many examples a test has when it is loaded.
+    options = [OPTION] if config.getoption(OPTION) else []
+    address = stack.enter_context(listening("tests", *options, *config.args))
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         for server in addresses(config)["torch"]:
             ForkServer(server).close()  # They load meanwhile.

@@ -1,8 +1,8 @@
 """Representatives of the tests with many cases: `pytest --representatives`, by which `make test` takes ten minutes.
 
 A test that is parametrized more than once runs for a product. Its representatives are as few of the cases as have each
-value of each parameter once or more (each-choice coverage: Ammann and Offutt, Introduction to Software Testing). A test
-that is parametrized once runs for each of its values. This holds for whatever is added.
+value of each parameter once or more (each-choice coverage: Ammann and Offutt, Introduction to Software Testing). Of these, and of
+the values of a test that is parametrized once, at most `MAX_CASES` run. This holds for whatever is added.
 
 A test that costs seconds for a case says how many of its cases are enough, by a mark:
 
@@ -21,6 +21,9 @@ import hypothesis
 import pytest
 
 OPTION = "--representatives"
+
+MAX_CASES = 6
+"""Of a test without a mark."""
 
 NUM_EXAMPLES = 25
 """Those that hypothesis draws for a test which doesn't say how many; without the option, a hundred."""
@@ -52,9 +55,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def representatives_of(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
     """Those of the cases of one test."""
     chosen = each_choice([_values(case) for case in cases])
-    if (mark := cases[0].get_closest_marker("sweep")) is not None:
-        chosen = spread(chosen, *mark.args)
-    return [cases[index] for index in chosen]
+    mark = cases[0].get_closest_marker("sweep")
+    return [cases[index] for index in spread(chosen, *(mark.args if mark is not None else [MAX_CASES]))]
 
 
 def _values(case: pytest.Item) -> tuple[str, ...]:

@@ -185,6 +185,7 @@ def test_parameters_that_say_what_is_gathered_of_them() -> None:
     assert_alike(with_halves, mp_policy=BF16)
 
 
+@pytest.mark.sweep(0)
 @on_ranks(3)
 def test_float8() -> None:
     assert_alike(with_float8, mp_policy=BF16)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 
 from tests.budget import Process, read_stat, seconds_of_tree, told
-from tests.representatives import each_choice, spread
+from tests.representatives import MAX_CASES, each_choice, spread
 
 REPOSITORY = Path(__file__).parents[2]
 PRODUCTS = st.lists(st.integers(1, 5), max_size=4).map(
@@ -54,7 +54,7 @@ import pytest
 @pytest.mark.parametrize("other", "xyz")
 def test_product(one, other): pass
 
-@pytest.mark.parametrize("one", "abc")
+@pytest.mark.parametrize("one", "abcdefghi")
 def test_list(one): pass
 
 @pytest.mark.sweep(1)
@@ -66,7 +66,7 @@ def test_none(): pass
 """
 
 
-@pytest.mark.parametrize(("option", "number"), [((), 9 + 3 + 3 + 1), (("--representatives",), 3 + 3 + 1)])
+@pytest.mark.parametrize(("option", "number"), [((), 9 + 9 + 3 + 1), (("--representatives",), 3 + MAX_CASES + 1)])
 def test_pytest_runs_them(tmp_path: Path, option: tuple[str, ...], number: int) -> None:
     (tmp_path / "test_cases.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.representatives", "-p", "no:cacheprovider"]
