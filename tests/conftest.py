@@ -20,7 +20,6 @@ import pytest
 
 from tests.forkserver.process import WRITERS, ForkServer
 from tests.forkserver.server import GARBAGE_THRESHOLD, listening
-from tests.representatives import OPTION
 from tests.surroundings.inductor_kernels import link_kernels, share_headers
 from tests.surroundings.launching import FORK_CLIENT
 
@@ -93,7 +92,7 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     stack = ExitStack()
     config.add_cleanup(stack.close)
     # hypothesis settles how many examples a test has when it is loaded.
-    options = [OPTION] if config.getoption(OPTION) else []
+    options = ["--representatives"] if config.getoption("--representatives") else []
     address = stack.enter_context(listening("tests", *options, *config.args))
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         for server in addresses(config)["torch"]:

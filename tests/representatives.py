@@ -1,8 +1,8 @@
 """Representatives of the tests with many cases: `pytest --representatives`, by which `make test` takes ten minutes.
 
 A test that is parametrized more than once runs for a product. Its representatives are as few of the cases as have each
-value of each parameter once or more (each-choice coverage: Ammann and Offutt, Introduction to Software Testing). Of these, and of
-the values of a test that is parametrized once, at most `MAX_CASES` run. This holds for whatever is added.
+value of each parameter once or more (each-choice coverage: Ammann and Offutt, Introduction to Software Testing). Of
+these, and of the values of a test that is parametrized once, at most `MAX_CASES` run. This holds for whatever is added.
 
 A test that costs seconds for a case says how many of its cases are enough, by a mark:
 
