@@ -7,7 +7,7 @@ process and all its descendants, so that they are the same beside other programs
 from __future__ import annotations
 
 import os
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -33,10 +33,10 @@ class Budget:
 
     def __init__(self, budget_s: float) -> None:
         self._budget_s = budget_s
-        self._wall_s: Counter[str] = Counter()
+        self._wall_s: dict[str, float] = defaultdict(float)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._wall_s[report.nodeid] += report.duration  # type: ignore[assignment]  # it counts in seconds
+        self._wall_s[report.nodeid] += report.duration
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         spent_s = seconds_of_tree(os.getpid(), dict(processes()))
