@@ -16,15 +16,18 @@ READY := .venv/.ready
 DOCS_READY := .venv/.docs-ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet
 
-.PHONY: help train test fuzz wheels check docs format bench clean
+.PHONY: help train test test-all fuzz wheels check docs format bench clean
 
 help: ## Show this list.
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 
 train: $(READY) ## Train a small language model on two processes of this machine.
 	$(BIN)/disttrain-launch --standalone --nproc-per-node 2 examples/train_llama.py $(ARGS)
 
-test: $(READY) ## Run all tests.
+test: $(READY) ## Run the tests, of those with many cases a few: ten minutes of two cores.
+	$(BIN)/python -m pytest -n auto --dist worksteal --representatives $(ARGS)
+
+test-all: $(READY) ## Run all tests with all their cases.
 	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 fuzz: $(READY) ## Look by random programs, uses and faults for what no test has shown: for each 10 minutes, from SEED on.

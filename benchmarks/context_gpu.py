@@ -20,14 +20,14 @@ from pathlib import Path
 import torch
 import torch.distributed
 import torch.nn.functional as F
-from harness import asked, flags_of, keep
+from harness import Row, aligned, finish, row
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import _attention as torchs
 
 import disttrain
 from disttrain.context_parallel import CutPlan, plan_cut
 from disttrain.kernels import Causal, attention
-from disttrain.kernels.attention.context.planning.steps import HEADS, WAYS
+from disttrain.kernels.attention.context.planning.steps import HEADS, RING, WAYS
 
 NUM_WARMUPS = 3
 
@@ -40,8 +40,29 @@ def main() -> None:
         torch.cuda.set_device(device)
     torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
     size, rank = disttrain.get_world_size(), disttrain.get_rank()
-    cut = plan_cut(Causal(), options.positions, size)
-    steps = _steps(options, cut, device)
+    rows: list[Row] = []
+    for num_positions in options.positions:
+        cut = plan_cut(Causal(), num_positions, size)
+        steps = _steps(options, cut, device)
+        _drop_what_torch_refuses(steps)
+        times: dict[str, list[float]] = {name: [] for name in steps}
+        peaks: dict[str, int] = {}
+        for number in range(options.rounds + NUM_WARMUPS):
+            for name, step in steps.items():
+                duration_s, peak = _measured(step, device)
+                if number >= NUM_WARMUPS:
+                    times[name].append(1e3 * duration_s)
+                    peaks[name] = max(peaks.get(name, 0), peak)
+        if rank == 0:
+            rows += _rows(cut, times, peaks)
+    if rank == 0:
+        kind = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+        finish(rows, options.out, machine=f"{size} x {kind}")
+    torch.distributed.destroy_process_group()
+    disttrain.destroy_process_group()
+
+
+def _drop_what_torch_refuses(steps: dict[str, Callable[[], object]]) -> None:
     for name in [*steps]:
         try:
             steps[name]()
@@ -50,19 +71,8 @@ def main() -> None:
             if not name.startswith("torch"):
                 raise
             del steps[name]
-            if rank == 0:
+            if disttrain.get_rank() == 0:
                 print(f"{name}: {str(error).splitlines()[0]}", flush=True)
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    peaks: dict[str, int] = {}
-    for number in range(options.rounds + NUM_WARMUPS):
-        for name, step in steps.items():
-            duration_s, peak = _measured(step, device)
-            if number >= NUM_WARMUPS:
-                times[name].append(1e3 * duration_s)
-                peaks[name] = max(peaks.get(name, 0), peak)
-    _show(options, cut, times, peaks)
-    torch.distributed.destroy_process_group()
-    disttrain.destroy_process_group()
 
 
 def _steps(options: argparse.Namespace, cut: CutPlan, device: torch.device) -> dict[str, Callable[[], object]]:
@@ -85,14 +95,14 @@ def _steps(options: argparse.Namespace, cut: CutPlan, device: torch.device) -> d
                 tensors,
             )
     # Causal attention over S / sqrt(n) positions is an n-th of the work over S.
-    share = [made(number, round(options.positions / size**0.5)) for number in heads]
+    share = [made(number, round(cut.parts.length / size**0.5)) for number in heads]
     steps["share"] = lambda: _both(lambda query, key, value: attention(query, key, value, Causal()), share)
-    positions = [made(number, options.positions // size) for number in heads]
+    positions = [made(number, cut.parts.length // size) for number in heads]
     steps["positions"] = lambda: _both(lambda query, key, value: attention(query, key, value, Causal()), positions)
     mesh = init_device_mesh(device.type, (size,))
-    if options.positions % (2 * size) == 0:
+    if cut.parts.length % (2 * size) == 0:
         for method in ("allgather", "alltoall"):
-            steps[f"torch {method}"] = lambda method=method: _torchs(method, mesh, options.positions, tensors)
+            steps[f"torch {method}"] = lambda method=method: _torchs(method, mesh, cut.parts.length, tensors)
     return steps
 
 
@@ -132,29 +142,37 @@ def _measured(step: Callable[[], object], device: torch.device) -> tuple[float, 
     return float(slowest), (torch.cuda.max_memory_allocated() if is_cuda else 0) - before
 
 
-def _show(options: argparse.Namespace, cut: CutPlan, times: dict[str, list[float]], peaks: dict[str, int]) -> None:
-    if disttrain.get_rank():
-        return
+def _rows(cut: CutPlan, times: dict[str, list[float]], peaks: dict[str, int]) -> list[Row]:
+    """Prints all sides; returns times and memory of ours, which is the ring, and of the better of torch's two."""
     medians = {name: statistics.median(series) for name, series in times.items()}
     print(cut)
-    for name, median in medians.items():
-        memory = peaks[name] / max(1, peaks["positions"])
-        beside = f"{medians['share'] / median:6.2f} of n ranks' speed, {memory:.2f} of its share of memory"
-        print(
-            f"{name:16}{median:10.2f} ms, least {min(times[name]):.2f}, {peaks[name] / 1e6:.0f} MB, {beside}",
-            flush=True,
+    heads = ("", "ms", "least", "of n ranks' speed", "MB", "of its share")
+    cells = [
+        (
+            name,
+            f"{median:.2f}",
+            f"{min(times[name]):.2f}",
+            f"{medians['share'] / median:.2f}",
+            f"{peaks[name] / 1e6:.0f}",
+            f"{peaks[name] / max(1, peaks['positions']):.2f}",
         )
-    if options.out:
-        device = disttrain.current_world().device
-        kind = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-        results = {name: {"ms": medians[name], "least_ms": min(times[name]), "bytes": peaks[name]} for name in times}
-        machine = f"{disttrain.get_world_size()} x {kind}"
-        keep({"machine": machine, "command": asked(), "arguments": flags_of(options), "results": results}, options.out)
+        for name, median in medians.items()
+    ]
+    print(aligned(heads, cells), flush=True)
+    torchs_two = [name for name in medians if name.startswith("torch")]
+    named = {RING: "ours", **({min(torchs_two, key=medians.__getitem__): "torch"} if torchs_two else {})}
+    shown = [*named, *WAYS[1:], "share"]
+    sides = {named.get(name, name): times[name] for name in shown if name in times}
+    # A rank's share of memory is that of its positions among themselves.
+    bytes_of = {**peaks, "share": peaks["positions"]}
+    memory = {named.get(name, name): [bytes_of[name]] for name in shown if name in times}
+    length = f"{cut.parts.length:,} positions"
+    return [row(f"forward and backward, {length}", "ms", sides), row(f"memory, {length}", "MB", memory, 1e-6)]
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--positions", type=int, default=131_072)
+    parser.add_argument("--positions", type=int, nargs="+", default=[32_768, 131_072])
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from disttrain.testing import RankPool
     from tests.surroundings.authority import Authority
 
-pytest_plugins = ["disttrain.testing.pytest_plugin"]
+pytest_plugins = ["disttrain.testing.pytest_plugin", "tests.representatives", "tests.budget"]
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 
@@ -91,7 +91,9 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
         return
     stack = ExitStack()
     config.add_cleanup(stack.close)
-    address = stack.enter_context(listening("tests", *config.args))
+    # hypothesis settles how many examples a test has when it is loaded.
+    options = ["--representatives"] if config.getoption("--representatives") else []
+    address = stack.enter_context(listening("tests", *options, *config.args))
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         for server in addresses(config)["torch"]:
             ForkServer(server).close()  # They load meanwhile.

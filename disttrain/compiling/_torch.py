@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _python_dispatch, _pytree, checkpoint
+from torch.utils.hooks import RemovableHandle
 
 _POLICY_MODES = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
 
@@ -28,6 +30,26 @@ def registers_of(module: nn.Module) -> tuple[dict[str, Any], ...]:
 def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
     """The hooks of a module's calls."""
     return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+
+
+def num_handles() -> int:
+    """The number of hooks that were ever registered in this process: the next one's key."""
+    return RemovableHandle.next_id
+
+
+_GRAD, _REQUIRES_GRAD = attrgetter("grad"), attrgetter("requires_grad")
+
+
+def grads_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The gradient of each."""
+    with without_overrides():
+        return [*map(_GRAD, tensors)]
+
+
+def which_require_grad(tensors: Sequence[torch.Tensor]) -> list[bool]:
+    """For each, whether it requires a gradient."""
+    with without_overrides():
+        return [*map(_REQUIRES_GRAD, tensors)]
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:

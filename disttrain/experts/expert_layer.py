@@ -9,8 +9,17 @@ from torch import nn
 
 from disttrain.autocast import is_within_autocast
 from disttrain.dtensor import DTensor, Partial, Placement
+from disttrain.experts.crossing import GatedExperts, can_cross, crossed
 from disttrain.experts.exchange.base import Exchange
-from disttrain.experts.exchange.dispatch import Sending, begin_dispatch, check_arguments, combine, ordered
+from disttrain.experts.exchange.dispatch import (
+    Sending,
+    begin_dispatch,
+    check_arguments,
+    combine,
+    most_rows,
+    ordered,
+    summed,
+)
 from disttrain.experts.graphs import REASON, out_of_graphs
 from disttrain.experts.hidden_cut import HiddenCut
 from disttrain.experts.tensor_parallel import ExpertTensorParallel
@@ -47,6 +56,10 @@ class ExpertLayer(nn.Module):
         """The columns of the rows that experts take."""
         raise NotImplementedError
 
+    def expert_dtype(self) -> torch.dtype | None:
+        """That of the rows that experts take; None where it is not asked."""
+        return None
+
     def expert_tensors(self) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
         """Parameters whose dim 0 is the experts', with the modules that have them and their names there."""
         for name, parameter in self.named_parameters(recurse=False):
@@ -75,6 +88,10 @@ class ExpertLayer(nn.Module):
         """This rank's experts on rows that are sorted by them."""
         raise NotImplementedError
 
+    def gated_experts(self) -> GatedExperts | None:
+        """This rank's experts, where it has some and they are nothing but gated layers."""
+        return None
+
     def mix(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """
         Args:    x  (tokens, D);  indices, weights  (tokens, k), of each token's experts.
@@ -84,7 +101,7 @@ class ExpertLayer(nn.Module):
         """
         if self.exchange is None:
             num_experts = self.count_experts()
-            check_arguments(x, indices, num_experts, None, weights, self.expert_width())
+            check_arguments(x, indices, num_experts, None, weights, self.expert_width(), dtype=self.expert_dtype())
             if self.hidden_cut is not None:
                 x, indices, weights = self.hidden_cut.entering_all(x, indices, weights)
             order, self.num_dropped = ordered(indices, num_experts, self.capacity)
@@ -95,9 +112,20 @@ class ExpertLayer(nn.Module):
 
     @out_of_graphs
     def _mix_over_ranks(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        sending = self.begin(x, indices, weights)
-        sending.send()
-        return self.finish(sending)
+        experts = None if is_within_autocast(x.device) else self.gated_experts()
+        if experts is None or not can_cross(x, experts, self.trains_elsewhere()):
+            sending = self.begin(x, indices, weights)
+            sending.send()
+            return self.finish(sending)
+        if self.hidden_cut is not None:
+            x, indices, weights = self.hidden_cut.entering_all(x, indices, weights)
+        num_experts, exchange, capacity = self.count_experts(), self.exchange, self.capacity
+        assert exchange is not None
+        check_arguments(x, indices, num_experts, exchange, weights, self.expert_width(), capacity, self.expert_dtype())
+        order, self.num_dropped = ordered(indices, num_experts, capacity)
+        route = exchange.route(order, num_experts, weights, most_rows(indices, num_experts, exchange, capacity))
+        sums = summed(crossed(x, order, indices.shape[1], route, experts), order, weights)
+        return sums if self.hidden_cut is None else self.hidden_cut.leaving(sums)
 
     def mix_here(self, x: torch.Tensor, order: ExpertOrder, weights: torch.Tensor) -> torch.Tensor:
         """The forward where all experts are here, and tokens are sorted already."""
@@ -119,6 +147,7 @@ class ExpertLayer(nn.Module):
             weights,
             capacity=self.capacity,
             width=self.expert_width(),
+            dtype=self.expert_dtype(),
             beside=beside,
         )
 

@@ -11,11 +11,13 @@ from torch import nn
 
 from disttrain.dtensor import Placement, Replicate, Shard, StridedShard
 from disttrain.errors import ShapeError
+from disttrain.experts.crossing import GatedExperts
 from disttrain.experts.expert_layer import ExpertLayer, float8_sizes, local_part, local_share, without_experts
 from disttrain.experts.graphs import out_of_graphs
 from disttrain.experts.hidden_cut import hidden_placements
 from disttrain.experts.routing.router import Router
 from disttrain.kernels.grouped.form import GatedForm
+from disttrain.kernels.grouped.mlp import ExpertWeights
 from disttrain.kernels.grouped.products import expert_mlp, mix_experts
 from disttrain.kernels.grouped.rows import ExpertOrder
 
@@ -94,6 +96,10 @@ class Experts(ExpertLayer):
         """The columns of the rows that experts take."""
         return self.down_proj.shape[2 if self.form.is_transposed else 1]
 
+    def expert_dtype(self) -> torch.dtype:
+        """That of the rows that experts take."""
+        return self.down_proj.dtype
+
     def float8_obstacle(self) -> str:
         """Why products cannot be in float8; empty where they can."""
         return float8_sizes(*self.gate_up_proj.shape[1:], *self.down_proj.shape[1:])
@@ -120,6 +126,11 @@ class Experts(ExpertLayer):
             return without_experts(rows, (gate_up, down, gate_up_bias, down_bias))
         biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
         return expert_mlp(rows, ends, gate_up, down, self.form, **biases, float8=self.float8)
+
+    def gated_experts(self) -> GatedExperts | None:
+        """This rank's experts; None where it has none."""
+        gate_up, down, *biases = self._parts()
+        return GatedExperts(ExpertWeights(gate_up, None, down, *biases), self.form, self.float8) if len(down) else None
 
     def mix_here(self, x: torch.Tensor, order: ExpertOrder, weights: torch.Tensor) -> torch.Tensor:
         """The forward where all experts are here."""
@@ -169,11 +180,11 @@ class MixtureOfExperts(nn.Module):
         Returns: (..., D).
         Collective: as `Experts`.
         """
+        # Losses over sequences ask for the dims of `x`; a router of ours refuses what has none.
+        is_ours = isinstance(self.router, Router)
+        routing: Any = self.router(x, mask) if is_ours else None
         tokens = x.reshape(-1, x.shape[-1])
-        if isinstance(self.router, Router):
-            # Losses over sequences ask for the dims of `x`.
-            routing: Any = self.router(x, mask)
-        else:
+        if not is_ours:
             routing = self.router(tokens) if mask is None else self.router(tokens, mask)
         if hasattr(routing, "indices"):
             weights, indices = routing.weights, routing.indices

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol, Self, cast
 
@@ -145,6 +146,19 @@ class FSDPModule:
         """False: backward passes add to unsharded gradients on each rank; nothing is reduced until it is True again."""
         for state in _states(self, recurse=recurse):
             state.unit.reduces = requires_gradient_sync
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context as DistributedDataParallel's: backwards inside it add to gradients on each rank, and the first one
+        after it reduces them. On leaving it `set_requires_gradient_sync` is as it was before."""
+        units = [state.unit for state in _states(self, recurse=True)]
+        before = [unit.reduces for unit in units]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for unit, reduces in zip(units, before, strict=True):
+                unit.reduces = reduces
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """False: gradients are reduced over the ranks that share parameters, but not over those that hold copies, until

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from disttrain.errors import ShardingError
+from disttrain.errors import DistError, ShardingError
 from disttrain.fsdp2._torch import backward_is_running, is_transformed, out_of_graphs
 from disttrain.fsdp2.faults.checks import is_begun, refuse_begun, refuse_transform
 from disttrain.fsdp2.faults.lone_errors import tell_of
@@ -265,9 +266,13 @@ class ShardState:
             if unit.is_silent or (grad_will_come and may_hide_tensors(outputs)):
                 watch_gradients(self.groups, self, ShardState._gradient_is_there)
             is_begun_only = is_begun(outputs)
-            context.run(
-                model.forward_ends(unit, has_failed=has_failed, grad_will_come=grad_will_come, is_begun=is_begun_only)
-            )
+            # Gathers that have failed, or that others do not come to any more, fail again; the first error is told.
+            with suppress(*[DistError] * has_failed):
+                context.run(
+                    model.forward_ends(
+                        unit, has_failed=has_failed, grad_will_come=grad_will_come, is_begun=is_begun_only
+                    )
+                )
             if is_begun_only and not model.is_computing(unit):
                 refuse_begun(outputs, type(module).__name__)
         refuse_writes(written, type(module).__name__)

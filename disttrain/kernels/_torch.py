@@ -85,17 +85,17 @@ def is_within_a_graph() -> bool:
 
 
 def are_plain(values: Iterable[Any]) -> bool:
-    """True if these are plain tensors, or None, and operators on them are seen by autograd alone: by no compiler, no
-    transform and no mode."""
+    """True if these are plain tensors with values, or None, and operators on them are seen by autograd alone: by no
+    compiler, no transform and no mode."""
     return bool(
         not torch.compiler.is_compiling()
         and not torch._C._len_torch_dispatch_stack()
         and torch._C._functorch.peek_interpreter_stack() is None
-        and all(type(value) in _PLAIN for value in values)
+        and all(value is None or (type(value) in _PLAIN and not value.is_meta) for value in values)
     )
 
 
-_PLAIN: Final = (torch.Tensor, nn.Parameter, type(None))
+_PLAIN: Final = (torch.Tensor, nn.Parameter)
 
 
 def as_constant(function: _Function) -> _Function:
@@ -120,21 +120,37 @@ def is_traced() -> bool:
 
 
 def trace_in_place_of(
-    op: Any, run: Callable[..., Any], is_seen: Callable[[tuple[Any, ...]], bool], library: Any
+    op: Any, run: Callable[..., Any], is_seen: Callable[[tuple[Any, ...]], bool], library: Any, *, is_once: bool
 ) -> None:
-    """Have AOTAutograd trace `run` in place of `op` for arguments that are `is_seen`."""
+    """Have AOTAutograd trace `run` in place of `op` for arguments that are `is_seen`.
+
+    `is_once`: once for equal arguments. Then nobody may write to results.
+    """
     # Loads modules of the compiler.
     from torch._subclasses import FakeTensor, functional_tensor
 
     plain = {torch.Tensor, torch.nn.Parameter, FakeTensor, functional_tensor.FunctionalTensor}
+
+    def key_of(value: Any) -> tuple[Any, Any]:
+        """What is equal for equal arguments, and what must be kept so that it stays so."""
+        if not isinstance(value, functional_tensor.FunctionalTensor):
+            return (type(value), value), None
+        memory = value.from_functional()
+        layout = (*map(str, memory.shape), "/", *map(str, memory.stride()), "/", str(memory.storage_offset()))
+        return (memory.untyped_storage()._cdata, memory.dtype, layout), memory
 
     def decompose(mode: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if not plain.issuperset(types):
             return NotImplemented
         if kwargs or torch.compiler.is_exporting() or not is_seen(args):
             return mode.__torch_dispatch__(func, types, args, kwargs or {})
-        with mode, _traced_launches():
-            return run(*args)
+        # Graphs do not see afterwards that launches of kernels are equal.
+        known = vars(mode).setdefault(f"_disttrain_{op}", {}) if is_once else {}
+        keys, kept = zip(*map(key_of, args), strict=True) if is_once else ((), ())
+        if keys not in known:
+            with mode, _traced_launches():
+                known[keys] = run(*args), kept
+        return known[keys][0]
 
     torch.library.register_torch_dispatch(op, functional_tensor.FunctionalTensorMode, decompose, lib=library)
 
@@ -324,3 +340,8 @@ def search24(packed: torch.Tensor, x: torch.Tensor) -> int:
 def multiply24(packed: torch.Tensor, x: torch.Tensor, algorithm: int) -> torch.Tensor:
     """x (R, K), contiguous, by the packed (N, K) transposed: (R, N), contiguous."""
     return torch._cslt_sparse_mm(packed, x.t(), transpose_result=True, alg_id=algorithm)
+
+
+def release_saved(ctx: Any) -> None:
+    """Has a backward that has read its saved tensors hold the last of them; not where the graph is kept for another."""
+    ctx.maybe_clear_saved_tensors()

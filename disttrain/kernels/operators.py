@@ -9,6 +9,7 @@ They have no second derivatives: differentiating a backward operator raises.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -20,15 +21,23 @@ from disttrain.settings import KERNELS
 _LIBRARY: Final = torch.library.Library("disttrain", "FRAGMENT")
 
 
-_TRACEABLE: Final[list[tuple[Any, Callable[..., Any]]]] = []
-"""Operators, and what they run, that no compiler has been told of yet."""
+_TRACEABLE: Final[list[tuple[Any, Callable[..., Any], bool]]] = []
+"""Operators, what they run, and whether once for equal arguments, that no compiler has been told of yet."""
 
 
-def define(schema: str, run: Callable[..., Any], shapes: Callable[..., Any], *, is_traceable: bool = False) -> Any:
+def define(
+    schema: str,
+    run: Callable[..., Any],
+    shapes: Callable[..., Any],
+    *,
+    is_traceable: bool = False,
+    is_once: bool = False,
+) -> Any:
     """The operator of `schema`, that computes by `run` on every device; `shapes` tells a compiler what comes out.
 
     Args: is_traceable  on GPUs `run` consists of torch's operators and of kernels launched by `traced`, and looks at
-                        nothing but shapes.
+                        nothing but shapes;  is_once  a graph may have it once for equal arguments, since nobody
+                        writes to the results.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
@@ -41,15 +50,15 @@ def define(schema: str, run: Callable[..., Any], shapes: Callable[..., Any], *, 
     torch.library.register_fake(f"disttrain::{name}", fake, lib=_LIBRARY)
     op = getattr(torch.ops.disttrain, name).default
     if is_traceable:
-        _TRACEABLE.append((op, run))
+        _TRACEABLE.append((op, run, is_once))
     return op
 
 
 def _tell_compilers() -> None:
     """Registers what is traceable once somebody traces: before, torch's modules for it would be loaded for nothing."""
     while _TRACEABLE:
-        op, run = _TRACEABLE.pop()
-        trace_in_place_of(op, run, _is_seen, _LIBRARY)
+        op, run, is_once = _TRACEABLE.pop()
+        trace_in_place_of(op, run, _is_seen, _LIBRARY, is_once=is_once)
 
 
 def _is_seen(args: tuple[Any, ...]) -> bool:
@@ -66,11 +75,44 @@ def refuse_second_derivative(op: Any) -> None:
     """Makes the results of `op`, a backward, raise when they are differentiated."""
 
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError(
-            f"{_name(op)} is not differentiable. Use torch's own operators for second derivatives."
-        )
+        raise _no_second(_name(op))
 
     torch.library.register_autograd(_name(op), backward, lib=_LIBRARY)
+
+
+def once(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Has what the backward of a torch.autograd.Function gives raise when it is differentiated, as those of operators
+    do; `name` is the operation's."""
+
+    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(backward)
+        def run(ctx: Any, *grads: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return backward(ctx, *grads)
+            with torch.no_grad():
+                results = backward(ctx, *grads)
+            return tuple(result if result is None else _Second.apply(name, result, *grads) for result in results)  # type: ignore[no-untyped-call]
+
+        return run
+
+    return decorate
+
+
+class _Second(torch.autograd.Function):
+    """A gradient that came of others."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, result: torch.Tensor, *grads: Any) -> torch.Tensor:
+        ctx.name = name
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise _no_second(f"The backward of {ctx.name}")
+
+
+def _no_second(name: str) -> NotImplementedError:
+    return NotImplementedError(f"{name} is not differentiable. Use torch's own operators for second derivatives.")
 
 
 def batch(op: Any, num_tensors: int) -> None:

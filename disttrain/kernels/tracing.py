@@ -35,6 +35,27 @@ class Trace(NamedTuple):
     assumed: tuple[Assumed, ...]
 
 
+def bare(graph: fx.Graph) -> fx.Graph:
+    """The graph without what its tracer has noted, and nodes that are gone, which no pickle could hold."""
+    fresh = fx.Graph()
+    fresh.output(fresh.graph_copy(graph, {}))
+    for node in fresh.nodes:
+        node.meta, node.type = {}, None
+    return fresh
+
+
+def named_only(graph: fx.Graph) -> nn.Module:
+    """A module that has what the graph reads by name, and nothing in it."""
+    root = nn.Module()
+    for node in graph.nodes:
+        place = root
+        for name in node.target.split(".") if node.op in ("call_module", "get_attr") else ():
+            if not hasattr(place, name):
+                place.add_module(name, nn.Module())
+            place = getattr(place, name)
+    return root
+
+
 _TRACING: Final = Lock()
 """torch.fx changes classes of torch while it traces."""
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from torch import fx, nn
 
 from disttrain.console import write
 from disttrain.kernels.norms.modules import KERNEL_OF
 from disttrain.kernels.rewrite import rewritten
-from disttrain.kernels.tracing import Trace, is_as_traced
+from disttrain.kernels.tracing import Assumed, bare, is_as_traced, named_only
+from disttrain.made_classes import made_by
 
 
 class Replaced(NamedTuple):
@@ -43,7 +44,6 @@ def use_kernels(model: nn.Module, report: Callable[[str], None] = write) -> tupl
         if kernel is not None and len(module.normalized_shape) == 1:
             module.__class__ = kernel
             replaced.append(Replaced(name, type(module).__mro__[1].__name__))
-    classes: dict[tuple[object, ...], type[nn.Module]] = {}
     for name, module in model.named_modules():
         base = type(module)
         if (
@@ -56,10 +56,7 @@ def use_kernels(model: nn.Module, report: Callable[[str], None] = write) -> tupl
         if result is None:
             continue
         traced, kinds = result
-        key = (base, traced.graph.python_code("self").src, traced.assumed)
-        if key not in classes:
-            classes[key] = _class_with(module, traced)
-        module.__class__ = classes[key]
+        module.__class__ = _class_with(base, bare(traced.graph), traced.assumed)
         replaced += [Replaced(name, kind) for kind in kinds]
     counts = Counter(replacement.what for replacement in replaced)
     lines = ", ".join(f"{count} x {kind}" for kind, count in sorted(counts.items())) or "nothing"
@@ -67,13 +64,25 @@ def use_kernels(model: nn.Module, report: Callable[[str], None] = write) -> tupl
     return tuple(replaced)
 
 
-def _class_with(module: nn.Module, traced: Trace) -> type[nn.Module]:
-    """A subclass of the module's class whose forward is the graph, or the class's where that is no more what it does.
+_CLASSES: Final[dict[tuple[object, ...], type[nn.Module]]] = {}
+
+
+def _class_with(base: type[nn.Module], graph: fx.Graph, assumed: tuple[Assumed, ...]) -> type[nn.Module]:
+    """A subclass of `base` whose forward is the graph, or the class's where that is no more what it does; one for all
+    that are alike.
 
     Submodules and parameters are read from `self`.
     """
-    with_kernels: Any = type(fx.GraphModule(module, traced.graph)).forward
-    base, assumed = type(module), traced.assumed
+    key = (base, graph.python_code("self").src, assumed)
+    if key not in _CLASSES:
+        _CLASSES[key] = made_by(_new_class(base, graph, assumed), _class_with, base, graph, assumed)
+    return _CLASSES[key]
+
+
+def _new_class(base: type[nn.Module], graph: fx.Graph, assumed: tuple[Assumed, ...]) -> type[nn.Module]:
+    with_kernels: Any = type(fx.GraphModule(named_only(graph), graph)).forward
+    # A pickle of the graph would hold the module too, and trace it again.
+    graph.owning_module = None
     as_ever: Any = base.forward
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -90,6 +90,7 @@ def _job(options: argparse.Namespace) -> Job:
         precision=_PRECISIONS[options.precision],
         has_kernels=options.kernels,
         may_compile=options.compile,
+        captures=options.capture,
         uses_float8=options.float8,
         assumed=ExpertAssumptions(
             options.imbalance, options.exchange_bytes, options.once_per_host, options.hidden_exchange
@@ -153,6 +154,7 @@ def _parser() -> Parser:
     add("--precision", choices=_PRECISIONS, default="mixed", help="mixed: fp32 parameters, computed with in bf16")
     add("--kernels", action=flag, default=True, help="fused kernels (default: yes)")
     add("--compile", action=flag, default=True, help="compiled blocks, where the schedule gains by them (default: yes)")
+    add("--capture", action=flag, default=True, help="steps captured, each one launch of the host (default: yes)")
     add("--float8", action=flag, default=False, help="products of blocks in float8 (default: no)")
     add("--top", metavar="N", type=_count, default=5, help="how many meshes to list (default: 5)")
     add("--svg", metavar="FILE", type=Path, help="draw the first one's pipeline, of its first microbatches")

@@ -62,7 +62,7 @@ def command_of(job: Job, choice: Choice, model: str) -> str:
     if choice.schedule is not None:
         words += ["--schedule", choice.schedule]
         words += ["--stages-per-rank", str(choice.stages_per_rank)] if choice.stages_per_rank else []
-    words += ["--dtype", "bf16"]
+    words += ["--dtype", "bf16"] + ["--capture", "off"] * (not job.captures)
     for name, is_on in (
         ("kernels", job.has_kernels),
         ("recompute", choice.recomputes),

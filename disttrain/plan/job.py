@@ -44,7 +44,8 @@ class Job:
 
     Args: num_sequences  in a step of all ranks;  memory_share  of a GPU's memory that tensors may take: CUDA, NCCL and
           what the allocator cannot use need the rest;  has_kernels  `use_kernels` and the loss without logits;
-          may_compile  blocks may be compiled;  uses_float8  products of blocks in float8;  has_lean_loss  a pipeline's
+          may_compile  blocks may be compiled;  captures  steps are captured, so that the host launches each as one;
+          uses_float8  products of blocks in float8;  has_lean_loss  a pipeline's
           last stage computes the loss of its logits without copies of them in float32, as in examples/train_llama.py;
           assumed  of a model with experts.
     """
@@ -59,6 +60,7 @@ class Job:
     precision: Precision = MIXED
     has_kernels: bool = True
     may_compile: bool = True
+    captures: bool = True
     uses_float8: bool = False
     has_lean_loss: bool = True
     assumed: ExpertAssumptions = field(default_factory=ExpertAssumptions)

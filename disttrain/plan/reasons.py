@@ -18,6 +18,7 @@ _LIMITS = {
     "shards": "gathering parameters and reducing gradients",
     "bubble": "stages that wait for each other",
     "optimizer": "the optimizer",
+    "host": "the host, which launches kernels one by one",
 }
 _WORTH_NAMING = 0.005
 """Of a step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from disttrain.console import short, table
@@ -13,6 +13,8 @@ from disttrain.plan.command import command_of, steps_to_run, unsaid
 from disttrain.plan.job import Job
 from disttrain.plan.reasons import why_first, why_not_first
 from disttrain.plan.search import Misfit, Plan, Plans
+from disttrain.plan.time.stage_times import HOST_BLOCK_S, HOST_COMPILED_BLOCK_S
+from disttrain.plan.time.times import HOST_SHARDING_S, HOST_STEP_S, times_of
 from disttrain.plan.time.traffic import Traffic
 
 _INDENT = "  "
@@ -21,7 +23,7 @@ _NUMBER = re.compile(r"\d+")
 
 def as_text(plans: Plans, model: str) -> str:
     """Args: model  as it was given, for the command line."""
-    blocks = [_title(plans), *_assumed(plans.job), _table(plans)]
+    blocks = [_title(plans), *_assumed(plans.job), *_host(plans), _table(plans)]
     if plans.plans:
         first = plans.plans[0]
         blocks.append(_listed("why the first one:", why_first(plans)))
@@ -66,6 +68,23 @@ def _assumed(job: Job) -> Iterator[str]:
         f"{itemsize} bytes an element (--exchange-bytes); {assumed.hidden:.0%} of that time is hidden "
         "(--hidden-exchange)."
     )
+
+
+def _host(plans: Plans) -> Iterator[str]:
+    """Yields a line on the host's launches, where a GPU waits for them, or would."""
+    if not plans.plans:
+        return
+    first = plans.plans[0]
+    one_by_one = times_of(replace(plans.job, captures=False), first.choice)
+    if not one_by_one.host:
+        return
+    compiled = HOST_COMPILED_BLOCK_S + HOST_SHARDING_S * plans.job.precision.is_sharded
+    told = f"Assumed of a host that launches kernels one by one: {1e3 * HOST_BLOCK_S:g} ms for a block's forward"
+    told += f", {1e3 * compiled:.2g} ms if it is compiled, twice that for its backward, {1e3 * HOST_STEP_S:g} ms a step"
+    told += " besides. "
+    saved = f"the first plan's step would take {_seconds(one_by_one.step_s)}"
+    captured = f"Steps are captured, and are one launch each (--capture); without, {saved}."
+    yield told + (captured if plans.job.captures else "Captured steps are one launch each (--capture).")
 
 
 _HEAD = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -143,6 +143,9 @@ def issue_message(
     return work
 
 
+_NO_DDP: Final = " A model that fully_shard has sharded needs no DistributedDataParallel around it."
+
+
 def _check_memory(group: ProcessGroup, operation: str, tensors: Sequence[torch.Tensor]) -> None:
     """Raise ShapeError for a tensor that only stands for others, as a DTensor does: transports would read no memory."""
     for tensor in tensors:
@@ -151,7 +154,7 @@ def _check_memory(group: ProcessGroup, operation: str, tensors: Sequence[torch.T
             error = ShapeError(
                 operation,
                 f"a tensor is a {kind.__module__}.{kind.__qualname__}, which has no memory of its own.",
-                "Give a plain tensor: its to_local(), full_tensor() or wait().",
+                f"Give a plain tensor: its to_local(), full_tensor() or wait().{_NO_DDP * (operation == 'broadcast')}",
                 rank=group.world.rank,
             )
             group.refuse(operation, error)

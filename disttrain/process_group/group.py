@@ -63,6 +63,7 @@ class ProcessGroup:
         self.last_operation = ""
         self.waiting_in = 0
         self.num_refused: dict[int, int] = {}
+        self.num_agreed: dict[int, int] = {}
         self.coalesced: list[Work] | None = None
         self.axis_name = ""
         self.spans_hosts: bool | None = None
@@ -79,9 +80,8 @@ class ProcessGroup:
         self.callable: Any = None
         """An object with the methods of torch's groups, once one of them was used (`beside/torch_methods.py`)."""
         self.torch_group: Any = None
-        """torch's ProcessGroup over the same transports, if there is one."""
         self.registration: TorchRegistration | None = None
-        """torch's own object for the group, if it has one."""
+        """torch's ProcessGroup over the same transports, and torch's own object for the group, if there are."""
         self.mail: Any = None
         """The messages of pipelines over this group, once there is a pipeline (`pipelining/runtime/messages.py`)."""
         self.transfer_cost: Any = None
@@ -89,9 +89,8 @@ class ProcessGroup:
         self.costs_of_mesh: dict[Any, Any] = {}
         """As all ranks of a mesh know it along both axes, of which this is the first; by the ranks of the second."""
         self.peer_memory: Any = None
-        """Memory that its ranks share, once somebody has asked for it (`peers/memory.py`)."""
         self.peer_slots: Any = None
-        """As it is for attention in a ring (`kernels/attention/context/peers.py`)."""
+        """Memory that its ranks share, once somebody asked for it; of rings of keys (`context/peers.py`)."""
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.func import functional_call
 
 from disttrain.dtensor import DTensor, Partial, Replicate, distribute_tensor
+from disttrain.made_classes import made_by
 from disttrain.mesh import DeviceMesh
 from disttrain.tp.styles import ParallelStyle
 
@@ -45,4 +46,4 @@ class _OnParts(nn.Module):
 @functools.cache
 def _on_parts(cls: type) -> Any:
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (_OnParts, cls), names)
+    return made_by(type(cls.__name__, (_OnParts, cls), names), _on_parts, cls)

@@ -20,7 +20,7 @@ from disttrain.store import (
     spawn_server,
     write_token,
 )
-from disttrain.store.connection.addresses import UNIX
+from disttrain.store.connection.addresses import LOOPBACK_REMEDY, UNIX, is_loopback_down
 from disttrain.store.protocol.wire import Address as StoreAddress
 from disttrain.store.proxy.address import UpstreamAddress
 from disttrain.store.standby.elector import Elector
@@ -172,6 +172,9 @@ def _token(spec: JobSpec, folder: Path) -> tuple[Path | None, str | None]:
 
 def _serve(spec: JobSpec, token: str | None) -> ServerProcess | None:
     """The store's server, where it is for this node to start it; None where another does."""
+    if is_loopback_down(spec.master_addr):
+        problem = f"nobody can reach {spec.master_addr}: this machine's loopback interface is down."
+        raise LaunchError(OPERATION, problem, LOOPBACK_REMEDY)
     is_called = spec.node_rank is None
     if spec.node_rank not in (0, None) or (is_called and not is_ours(spec.master_addr)):
         return None

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import disttrain
 from disttrain import kernels
 from disttrain.compiling import capture_step, compile_blocks
-from disttrain.errors import CompileError, DisttrainError
+from disttrain.errors import CollectiveMismatchError, CompileError, DisttrainError
 from disttrain.fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from disttrain.pipelining import PipelineStage, get_schedule_class
 from disttrain.testing.pytest_plugin import on_ranks
@@ -247,3 +247,33 @@ def test_a_destroyed_group_is_told_and_waits_for_no_graph() -> None:
     disttrain.destroy_process_group(group)
     with pytest.raises(DisttrainError, match="destroyed"):
         captured(batch(0)[0])
+
+
+@on_ranks(2)
+@pytest.mark.skipif(NUM_GPU_RANKS < 2, reason="needs two ranks")
+@pytest.mark.parametrize("kind", ["sizes", "fewer", "fails"])
+def test_ranks_that_record_different_things_all_hear_so(kind: str) -> None:
+    is_odd = disttrain.get_rank() == 1
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        is_other = is_odd and torch.cuda.is_current_stream_capturing()
+        disttrain.all_reduce(y[:2] if is_other and kind == "sizes" else y)
+        if is_other and kind == "fails":
+            y.sum().item()
+        if not (is_other and kind == "fewer"):
+            disttrain.all_reduce(y)
+        return y
+
+    captured = capture_step(step, num_warmups=1)
+    x = batch(0, is_same=True)[0]
+    expected = captured(x)
+    words = {
+        "sizes": r"collective 1 .*sizes: ",
+        "fewer": "rank 1 recorded no more than 1",
+        "fails": "it has the host wait",
+    }
+    with pytest.raises(CompileError if kind == "fails" else CollectiveMismatchError, match=words[kind]):
+        captured(x)
+    assert captured.num_graphs == 0
+    assert torch.equal(step(x), expected)

@@ -81,7 +81,7 @@ def test_values_are_those_of_messages(is_deterministic: bool) -> None:
             mesh = axis_by(memories)
             values = []
             # The second length makes memory grow.
-            for seed, length in enumerate((LENGTH, 8 * LENGTH, LENGTH + 2, LENGTH)):
+            for seed, length in enumerate((LENGTH, 16 * LENGTH, LENGTH + 2, LENGTH)):
                 for name in RULES:
                     for turn in range(4):
                         # Each rank comes late in turn.

@@ -65,6 +65,7 @@ def save_badly(directory: str, step: int, victim: int, fails_at: int, how: str) 
     return [error.problem, raised.value.problem]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("how", ["ENOSPC", "kill"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_each_operation_of_a_writer_in_turn(rank_pool: RankPool, tmp_path: Path, victim: int, how: str) -> None:

@@ -14,7 +14,8 @@ from tests.forkserver.process import WRITERS, ForkServer
 from tests.forkserver.server import listening
 
 
-@pytest.mark.parametrize("how", ["steps", "exchange", "rename"])
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("how", ["exchange", "rename", "steps"])
 def test_a_killed_save_leaves_the_old_state_or_the_new(tmp_path: Path, how: str) -> None:
     program = [sys.executable, str(Path(__file__).with_name("killed_saves.py")), str(tmp_path / "saves"), "7", how]
     run = subprocess.run(program, capture_output=True, text=True, timeout=100, check=False)

@@ -192,6 +192,7 @@ def fail_to_share(path: str, victim: int, what: str) -> str:
     return raised.value.problem
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("what", ["memory", "group", "thread", "copy"])
 def test_a_rank_that_cannot_take_part_fails_the_load_and_keeps_nobody_waiting(
     rank_pool: RankPool, tmp_path: Path, what: str

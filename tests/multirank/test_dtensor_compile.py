@@ -272,6 +272,7 @@ def test_a_size_of_one_has_a_graph_of_its_own() -> None:
     assert num_graphs_after == ([1, 1, 2, 2] if disttrain.get_rank() else [1, 1, 1, 1])
 
 
+@pytest.mark.sweep(0)
 @on_ranks(2, timeout_s=110)
 def test_uneven_parts_are_right_for_every_size() -> None:
     torch._dynamo.reset()
@@ -286,6 +287,7 @@ def test_graphs_of_uneven_parts_serve_other_sizes() -> None:
     assert check_sizes("aot_eager", [Replicate()], sizes, function=products) == [1, 2, 2]
 
 
+@pytest.mark.sweep(0)
 @on_ranks(2, timeout_s=110)
 def test_inductor() -> None:
     torch._dynamo.reset()

@@ -114,6 +114,7 @@ def test_tp(run: Run) -> None:
     assert re.search(r"^all_reduce +1 ", output, re.MULTILINE)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("num_ranks", "mesh", "operations"),
     [

@@ -13,6 +13,7 @@ from torch import nn
 import disttrain
 from disttrain.errors import CollectiveMismatchError, MeshError, ShapeError, ShardingError
 from disttrain.experts import Experts, ExpertTensorParallel, MixtureOfExperts, dispatch, shard_experts
+from disttrain.experts.exchange import dispatch as dispatching
 from disttrain.mesh import DeviceMesh
 from disttrain.testing import run_threads
 from disttrain.testing.pytest_plugin import on_ranks
@@ -20,39 +21,60 @@ from tests.cases.expert_layers import HIDDEN, judge, ours, tokens
 from tests.cases.expert_mixtures import Model, ep_mesh, mixture
 
 
-def failing(model: MixtureOfExperts, how: str) -> Any:
-    """The call of one rank that fails."""
+def _raises(*_: Any) -> Any:
+    raise ZeroDivisionError("division by zero")
+
+
+def _narrow(model: MixtureOfExperts, _: pytest.MonkeyPatch) -> None:
+    model.router.linear = nn.Linear(HIDDEN + 1, 5).double()
+    model.register_forward_pre_hook(lambda _, args: (torch.randn(3, HIDDEN + 1, dtype=torch.float64),))
+
+
+BREAKS: dict[str, tuple[Callable[[MixtureOfExperts, pytest.MonkeyPatch], object], str]] = {
+    "before the layer": (lambda model, _: model.register_forward_pre_hook(_raises), "division by zero"),
+    "before the router": (lambda model, _: model.router.register_forward_pre_hook(_raises), "division by zero"),
+    "in the router": (lambda model, patch: patch.setattr(model.router, "k", 9), "k"),
+    "after the router": (lambda model, _: model.router.register_forward_hook(_raises), "division by zero"),
+    "logits that are no tensor": (
+        lambda model, _: model.router.register_forward_hook(lambda *_: ("", None, None)),
+        "attribute",
+    ),
+    "a wrong width": (_narrow, f"x has {HIDDEN + 1} columns, and the experts take {HIDDEN}"),
+    "another dtype": (
+        lambda model, _: model.register_forward_pre_hook(lambda _, args: (args[0].float(),)),
+        "same dtype",
+    ),
+    "before sizes go": (lambda _, patch: patch.setattr(dispatching, "ordered", _raises), "division by zero"),
+    "before rows go": (lambda _, patch: patch.setattr(dispatching, "take_rows", _raises), "division by zero"),
+    "within shared experts": (
+        lambda model, _: model.shared_experts.register_forward_hook(_raises),
+        "division by zero",
+    ),
+    "within experts": (lambda model, patch: patch.setattr(model.experts, "compute", _raises), "division by zero"),
+    "as sums are taken": (lambda _, patch: patch.setattr(dispatching, "combine_rows", _raises), "division by zero"),
+}
+"""Where a rank raises, and what the others hear."""
+
+
+@on_ranks(3, timeout_s=30)
+@pytest.mark.parametrize("where", list(BREAKS))
+def test_nobody_waits_for_a_rank_that_raises(where: str) -> None:
+    layer = mixture()
+    model = shard_experts(nn.Sequential(layer, nn.Identity()), ep_mesh())
+    spoil, text = BREAKS[where]
     x = torch.randn(3, HIDDEN, dtype=torch.float64)
-    if how == "router raises":
-        model.router.register_forward_hook(lambda *_: 1 / 0)
-    if how == "shared experts raise":
-        model.shared_experts.register_forward_hook(lambda *_: 1 / 0)
-    if how == "wrong width":
-        model.router.linear = nn.Linear(HIDDEN + 1, 5).double()
-        x = torch.randn(3, HIDDEN + 1, dtype=torch.float64)
-    return lambda: model(x)
-
-
-@on_ranks(2, 3, timeout_s=30)
-@pytest.mark.parametrize(
-    ("how", "text"),
-    [
-        ("router raises", "division by zero"),
-        ("shared experts raise", "division by zero"),
-        ("wrong width", f"x has {HIDDEN + 1} columns, and the experts take {HIDDEN}"),
-    ],
-)
-def test_nobody_waits_for_a_rank_that_raises(how: str, text: str) -> None:
-    model = shard_experts(mixture(), ep_mesh())
-    disttrain.barrier()
     since_s = time.monotonic()
     if disttrain.get_rank() == 1:
-        with pytest.raises((ShapeError, ZeroDivisionError), match=text):
-            failing(model, how)()
+        with pytest.MonkeyPatch.context() as patch:
+            spoil(layer, patch)
+            with pytest.raises((ShapeError, ZeroDivisionError, RuntimeError, AttributeError), match=text):
+                model(x)
+        # The others are told before this rank's processes see it end.
         time.sleep(1)
     else:
         with pytest.raises(CollectiveMismatchError, match=f"rank 1 refused experts: .*{text}"):
-            model(torch.randn(3, HIDDEN, dtype=torch.float64))
+            # What is raised once rows have come is heard at the next exchange.
+            model(model(x))
     assert time.monotonic() - since_s < 10
 
 

@@ -275,6 +275,7 @@ def test_compiled_cut_layers() -> None:
     check_cut("tensorwise", is_compiled=True)
 
 
+@pytest.mark.sweep(0)
 @on_ranks(4)
 def test_compiled_cut_layers_sharded() -> None:
     check_cut("rowwise", is_compiled=True)

@@ -58,6 +58,7 @@ class CallCounter:
         """Only the beginning is counted."""
 
 
+@pytest.mark.sweep(3)
 @on_ranks(1, 2, 3, 4)
 @pytest.mark.parametrize(
     ("meta", "reshard"), [(False, None), (False, True), (True, False)], ids=["initialised", "freed", "meta, kept"]

@@ -77,6 +77,26 @@ def test_gradients_are_summed_in_the_dtype_of_their_reduction(kind: str) -> None
 
 
 @on_ranks(2)
+def test_no_sync_of_ddp_s_accumulates_and_leaves_settings_as_they_were() -> None:
+    model, reference = pair()
+    block = model.blocks[1]
+    block.set_requires_gradient_sync(False)
+    with recorded() as names, model.no_sync():
+        models.loss_of(model, own_rows(0)).backward()
+    assert names.count(SCATTER) == 0
+    with recorded() as names:
+        models.loss_of(model, own_rows(1)).backward()
+    num_reduced = names.count(SCATTER)
+    block.set_requires_gradient_sync(True)
+    with recorded() as names:
+        models.loss_of(model, own_rows(2)).backward()
+    assert names.count(SCATTER) == num_reduced + 1
+    for step in range(3):
+        models.loss_of(reference, models.batch(step)).backward()
+    assert_same_gradients(model, reference)
+
+
+@on_ranks(2)
 def test_gradients_on_their_way_are_cleared_with_the_others() -> None:
     model, reference = pair()
     model.set_is_last_backward(False)

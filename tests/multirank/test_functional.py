@@ -241,6 +241,7 @@ def test_other_dtypes_and_nothing_at_all(dtype: str) -> None:
     assert F.reduce_scatter_tensor(torch.empty(0, 3), "sum", 0).shape == (0, 3)
 
 
+@pytest.mark.sweep(0)
 @on_ranks(2, timeout_s=110)
 def test_compiled_by_inductor() -> None:
     rank = disttrain.get_rank()

@@ -46,6 +46,7 @@ class Keeper(nn.Module):
         return self.make(y.to_local().sin()), y.device_mesh, y.placements
 
 
+@pytest.mark.sweep(1)
 @on_ranks(1, timeout_s=110)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_meshes_and_placements_leave_a_graph_as_they_are(backend: str) -> None:

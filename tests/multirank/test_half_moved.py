@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 import disttrain
+from disttrain.checkpoint import StateDictOptions, set_model_state_dict
 from disttrain.dtensor import Partial, Replicate, Shard, distribute_tensor
-from disttrain.errors import HalfMovedError, MeshError
+from disttrain.errors import HalfMovedError, MeshError, ShapeError
+from disttrain.fsdp2 import fully_shard
 from disttrain.process_group.beside.torch_callers import OURS, PRIVATE_NAMES
 from disttrain.testing.pytest_plugin import on_ranks
 
@@ -206,3 +208,16 @@ def test_a_description_of_a_mesh_that_a_script_makes_is_no_function_of_torchs() 
     info = FSDPMeshInfo(mesh=mesh, shard_mesh_dim=0)
     assert info.shard_mesh_size == 2
     assert info.shard_process_group is mesh.get_group()
+
+
+@on_ranks(2)
+def test_of_a_sharded_model_ddp_and_whole_state_dicts_say_what_to_do() -> None:
+    model = fully_shard(nn.Linear(4, 4))
+    with pytest.raises(ShapeError, match="A model that fully_shard has sharded needs no DistributedDataParallel"):
+        nn.parallel.DistributedDataParallel(model)
+    with pytest.raises(RuntimeError, match=r"set_model_state_dict\(model, state, options=StateDictOptions\(full_state"):
+        model.load_state_dict(nn.Linear(4, 4).state_dict(), strict=False)
+    torch.manual_seed(0)
+    whole = nn.Linear(4, 4).state_dict()
+    set_model_state_dict(model, whole, options=StateDictOptions(full_state_dict=True))
+    assert torch.equal(model.weight.full_tensor(), whole["weight"])

@@ -23,7 +23,7 @@ from disttrain.testing.pytest_plugin import on_ranks
 from tests.multirank.test_fsdp2_models import batch, make_model, own_rows
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-CASES = ["fsdp", "tp", "2d", "hsdp", "GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble", "checkpoint", "state dict"]
+CASES = ["2d", "fsdp", "tp", "hsdp", "Interleaved1F1B", "GPipe", "1F1B", "ZBVZeroBubble", "checkpoint", "state dict"]
 
 
 @contextmanager
@@ -47,6 +47,7 @@ def beside_torch() -> Iterator[ModuleType]:
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.sweep(3)
 @on_ranks(4)
 @pytest.mark.filterwarnings("ignore")  # torch's libraries warn of themselves
 @pytest.mark.parametrize("name", CASES)
@@ -61,6 +62,7 @@ def test_no_more_than_torch(name: str) -> None:
         assert total["ours"] <= total["torch"], parts
 
 
+@pytest.mark.sweep(2)
 @on_ranks(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "bert", "mixtral"])

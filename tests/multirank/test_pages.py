@@ -50,6 +50,7 @@ def test_files_that_pages_name_are_there() -> None:
     assert {page: gone for page in PAGES if (gone := missing_files(ROOT / page))} == {}
 
 
+@pytest.mark.sweep(0)
 def test_tests_that_the_page_of_testing_shows(
     tmp_path: Path, fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

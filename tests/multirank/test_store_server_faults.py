@@ -134,6 +134,7 @@ def test_five_hundred_connections_meet_at_a_barrier(server: ServerProcess) -> No
         client.close()
 
 
+@pytest.mark.sweep(0)
 def test_ten_thousand_connections() -> None:
     num_clients = min(10_000, resource.getrlimit(resource.RLIMIT_NOFILE)[1] - 500)
     server = spawn_server("127.0.0.1", 0)

@@ -46,6 +46,7 @@ class Attending(nn.Module):
         return x + self.attention(self.attention_norm(x))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("half", "backend", "sequence", "overlap"),
     [
@@ -159,6 +160,7 @@ def test_a_compiled_sequence_whose_first_child_gathers_its_input(how: str) -> No
 
 
 # Four ranks trace on two cores.
+@pytest.mark.sweep(0)
 @pytest.mark.timeout(200)
 @on_ranks(4, timeout_s=180)
 def test_steps_of_compiled_blocks_whose_ranks_share_heads() -> None:

@@ -61,6 +61,7 @@ def _follow(folder: Path, variables: Mapping[str, str]) -> None:
     assert num_commands == 8
 
 
+@pytest.mark.sweep(0)
 @pytest.mark.timeout(300)
 def test_the_tutorial_does_what_it_shows(tmp_path: Path, fork_server: ForkServer) -> None:
     programs = tmp_path / "programs"

@@ -77,6 +77,7 @@ def test_what_cancels_out_and_the_sign_of_zero_are_no_fault() -> None:
 SEEDS_EACH = 11
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("first_seed", range(0, 6 * SEEDS_EACH, SEEDS_EACH))
 def test_programs(first_seed: int) -> None:
     programs = [generate(seed) for seed in range(first_seed, first_seed + SEEDS_EACH)]

@@ -100,10 +100,27 @@ def test_what_a_recording_depends_on_is_seen_to_change() -> None:
     assert changed()
     handle.remove()
     assert changed()
+    # One in place of another: as many as before.
+    handle = model[0].register_forward_hook(lambda *_: None)
+    assert changed()
+    handle.remove()
+    model[0].register_forward_hook(lambda *_: 1)
+    assert changed()
+    assert not changed()
     model[0].weight.requires_grad_(False)
     assert changed()
     training.optimizer.param_groups[0]["lr"] = 0.2
     assert changed()
+    assert subjects.holds(roots_of(training.step))
+    assert subjects.state() is states[-1]
+    assert Subjects(roots_of(training.step)).state() == states[-1]
+    training.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    assert not subjects.holds(roots_of(training.step))
+    subjects = Subjects(roots_of(training.step))
+    assert subjects.state() != states[-1]
+    model[1].register_buffer("more", torch.zeros(1))
+    assert not subjects.holds(roots_of(training.step))
+    subjects = Subjects(roots_of(training.step))
     assert subjects.holds(roots_of(training.step))
     model[0] = nn.Linear(2, 3)
     assert not subjects.holds(roots_of(training.step))

@@ -246,6 +246,7 @@ def test_every_view_of_a_norm_can_be_read(order: float) -> None:
     run_threads(4, body, (2, 2), (Shard(0), Shard(2)))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("first", range(0, 60, 20))
 def test_random_programs_of_views_and_writes(first: int) -> None:
     for seed in range(first, first + 20):

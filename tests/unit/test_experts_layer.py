@@ -84,16 +84,13 @@ def test_a_layer_in_float8_multiplies_what_was_rounded(recipe: str) -> None:
     expected = torch.zeros(20, 32)
     gate_up, down = layer.gate_up_proj.detach(), layer.down_proj.detach()
     chosen = weights.new_zeros(20, 3).scatter(1, indices, weights)
-    hiddens = []
     for expert in range(3):
-        into, back = (rounded(each.flatten(0, 1), recipe).view_as(each)[expert] for each in (gate_up, down))
-        gate, up = (rounded(x, recipe) @ into.T).chunk(2, -1)
-        hiddens.append((F.silu(gate) * up * chosen[:, expert, None], back))
-    most = torch.cat([hidden for hidden, _ in hiddens]).abs().max()
-    for hidden, back in hiddens:
-        # One scale for the rows of all experts, if it is one for all rows.
-        rows = rounded(torch.cat([hidden, hidden.new_full((1, hidden.shape[1]), float(most))]), recipe)[:-1]
-        expected += rows @ back.T
+        # Scales are of an expert's own rows and weights.
+        is_own = chosen[:, expert] > 0
+        into, back = rounded(gate_up[expert], recipe), rounded(down[expert], recipe)
+        gate, up = (rounded(x[is_own], recipe) @ into.T).chunk(2, -1)
+        hidden = F.silu(gate) * up * chosen[is_own, expert, None]
+        expected[is_own] += rounded(hidden, recipe) @ back.T
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     exact = Experts(3, 32, 48)
     exact.load_state_dict(layer.state_dict())
@@ -102,3 +99,41 @@ def test_a_layer_in_float8_multiplies_what_was_rounded(recipe: str) -> None:
     out.square().sum().backward()
     for one, two in zip((given, *layer.parameters()), (wide, *exact.parameters()), strict=True):
         assert 0 < (one.grad - two.grad).norm() < 0.12 * two.grad.norm()
+
+
+def test_second_derivatives_are_one_error() -> None:
+    moe = layer()
+    x = torch.randn(5, 8, requires_grad=True)
+    (grad,) = torch.autograd.grad(moe(x).square().sum(), x, create_graph=True)
+    assert grad.shape == x.shape
+    with pytest.raises(NotImplementedError, match="The backward of expert_mlp is not differentiable"):
+        grad.square().sum().backward()
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1])
+def test_few_tokens(num_tokens: int) -> None:
+    moe = layer()
+    x = torch.randn(num_tokens, 8, requires_grad=True)
+    out = moe(x)
+    assert out.shape == x.shape
+    out.sum().backward()
+    assert all(value.grad is not None for value in (x, *moe.parameters()))
+
+
+def test_shapes_on_the_meta_device() -> None:
+    moe = MixtureOfExperts(Router(8, RouterRule(4, 2), device="meta"), Experts(4, 8, 6, device="meta"))
+    assert moe(torch.randn(2, 3, 8, device="meta")).shape == (2, 3, 8)
+
+
+def test_dtypes_that_differ() -> None:
+    moe = layer()
+    x = torch.randn(3, 8)
+    with pytest.raises(ShapeError, match=r"x is torch.bfloat16, and the experts are torch.float32\. Cast one of them"):
+        moe(x.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert moe(x).dtype == torch.bfloat16
+    # The router's own dtype may be another.
+    moe.router.bfloat16()
+    assert moe(x).dtype == torch.float32
+    with pytest.raises(ShapeError, match=r"tokens have shape \(\)"):
+        moe(torch.tensor(1.0))

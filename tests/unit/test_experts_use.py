@@ -13,8 +13,8 @@ from torch import nn
 from disttrain.experts import use_experts
 from disttrain.experts.models import layers
 from disttrain.experts.models.stacking import stacked
-from disttrain.kernels import use_kernels
-from tests.cases.expert_blocks import BLOCKS, D, E, GatedMlp, LoopOverHits, SortedRows
+from disttrain.kernels import Sparse24, use_kernels, use_sparse24
+from tests.cases.expert_blocks import BLOCKS, D, E, GatedMlp, H, LoopOverHits, SortedRows
 from tests.cases.expert_models import CONFIGS, made
 
 
@@ -127,6 +127,22 @@ class Odd(nn.Module):
         return out
 
 
+class SharedByFactors(nn.Module):
+    """Experts that all tokens go through, each times a factor of its own: called as those of sorted rows."""
+
+    def __init__(self, num_experts: int = 1) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Parameter(torch.randn(num_experts, H, D) / 3) for _ in range(2))
+        self.down_proj = nn.Parameter(torch.randn(num_experts, D, H) / 3)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(1, -1, D).expand(len(self.gate_proj), -1, -1)
+        factors = factors.reshape(-1, len(self.gate_proj), 1).transpose(0, 1)
+        hidden = self.act_fn(rows @ self.gate_proj.mT) * (rows @ self.up_proj.mT) * factors
+        return (hidden @ self.down_proj.mT).sum(0).view(x.shape)
+
+
 def _quantized() -> nn.Module:
     model = SortedRows()
     model.w1 = nn.Parameter(model.w1.detach().to(torch.int8), requires_grad=False)
@@ -152,10 +168,24 @@ def _of_ones_own() -> nn.Module:
     return model
 
 
+def test_sparse_weights_are_still_multiplied_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = LoopOverHits()
+    quietly(model)
+    use_sparse24(model, filter=lambda name, _: name.startswith("experts") and "w2" not in name, report=lambda _: None)
+    Sparse24(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.randn(2, 7, D)
+    expected = model(x)[0]
+    monkeypatch.setattr(GatedMlp, "forward", None)  # of one expert alone
+    assert torch.equal(model(x)[0], expected)
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [
         (Odd, "what it computes on a small copy is none of the computations that are known"),
+        (SharedByFactors, "what it computes on a small copy is none of the computations that are known"),
+        (lambda: SharedByFactors(2), "what it computes on a small copy is none of the computations that are known"),
         (_quantized, "it has parameters of torch.int8"),
         (_with_scales, "it has w1_scale besides its experts' weights"),
         (_wrapped, "its forward was replaced on the module itself, as some libraries do"),

@@ -93,6 +93,19 @@ def test_float8_is_as_precise_as_its_three_bits(recipe: str) -> None:
     assert 0 < (rounded - exact).norm() < 0.08 * exact.norm()
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_float8_scales_are_each_experts_own(recipe: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(30, 64, generator=generator)
+    gate_up, down = torch.randn(3, 64, 64, generator=generator) / 8, torch.randn(3, 64, 32, generator=generator) / 6
+    ends = torch.tensor([10, 20, 30], dtype=torch.int32)
+    # Rows and weights of one are so large that those of the others would vanish beside them.
+    x[10:20], down[1] = x[10:20] * 2**16, down[1] * 2**16
+    exact, rounded = (expert_mlp(x, ends, gate_up, down, GatedForm(), float8=name) for name in ("", recipe))
+    for expert in (slice(0, 10), slice(10, 20), slice(20, 30)):
+        assert 0 < (rounded[expert] - exact[expert]).norm() < 0.08 * exact[expert].norm()
+
+
 def test_a_graph_holds_it_as_one_call() -> None:
     experts = drawn_experts(4, 6, 4, GatedForm(), False, False)
     x = torch.randn(8, 6, dtype=torch.float64, requires_grad=True)

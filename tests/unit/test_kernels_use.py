@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections import Counter
 
 import pytest
@@ -12,7 +13,7 @@ from llama.config import PRESETS
 from llama.model import Llama
 from torch import nn
 
-from disttrain.kernels import use_kernels
+from disttrain.kernels import use, use_kernels
 from tests.cases.kernels import drawn
 
 
@@ -195,3 +196,19 @@ def test_a_graph_holds_the_model_unbroken() -> None:
     quietly(model)
     x = drawn(3, 6)
     torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(x), model(x))
+
+
+def test_pickles_and_copies_have_the_kernels() -> None:
+    model = Llama(PRESETS["tiny"])
+    quietly(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    # As in a process that has made no class yet.
+    use._CLASSES.clear()
+    read = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    kinds = {type(block) for block in read.blocks}
+    assert len(kinds) == 1
+    assert all(hasattr(kind.forward, "_has_kernels") for kind in kinds)
+    assert type(copy.deepcopy(model)) is type(model)
+    tokens = torch.randint(0, 64, (2, 8))
+    assert torch.equal(model(tokens), read(tokens))

@@ -155,3 +155,34 @@ def test_dumps_travel_within_limits_and_under_names_of_dumps_alone(tmp_path: Pat
         unpack(msgpack.packb({"../rank-1.ring": b""}), target)
     with pytest.raises(ValueError, match="no dumps"):
         unpack(msgpack.packb([]), target)
+
+
+FATAL = """\
+Fatal Python error: Segmentation fault
+
+Thread 0x00007f3eb37fe6c0 (most recent call first):
+  File "channel.py", line 213 in _await
+  File "/usr/lib/python3.11/threading.py", line 995 in _bootstrap
+
+Current thread 0x00007f3ed8a7c040 (most recent call first):
+  File "train.py", line 6 in load_batch
+  File "train.py", line 7 in <module>
+
+Extension modules: numpy.linalg._umath_linalg, torch._C (total: 2)
+"""
+
+
+def test_of_a_signal_the_stack_of_the_thread_that_it_came_to_is_told() -> None:
+    told = last_words.excerpt(f"a line\n{FATAL}")
+    assert told.splitlines() == [
+        "Fatal Python error: Segmentation fault",
+        "",
+        "Current thread 0x00007f3ed8a7c040 (most recent call first):",
+        '  File "train.py", line 6 in load_batch',
+        '  File "train.py", line 7 in <module>',
+    ]
+    assert last_words.summary(FATAL) == "Fatal Python error: Segmentation fault"
+    ending = "terminate called after throwing an instance of 'c10::Error'\n  what():  Broken pipe\n"
+    assert last_words.summary(ending + FATAL) == last_words.summary(ending) == "Broken pipe"
+    assert last_words.is_consequence(ending + FATAL)
+    assert last_words.excerpt(ending + FATAL).startswith("terminate called")

@@ -234,6 +234,7 @@ def test_what_a_worker_finds_in_its_environment() -> None:
         "TORCHELASTIC_RUN_ID": "run",
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "PYTHONFAULTHANDLER": "1",
         "OMP_NUM_THREADS": "1",
         "DISTTRAIN_STORE": "[::1]:29500",
         "DISTTRAIN_TOKEN_FILE": "/run/token",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -80,6 +80,10 @@ class StepGraph:
         leaves, structure = tree_flatten(results)
         check_results(leaves)
         return [None if value is None else value.detach() for value in leaves], structure
+
+    def recorded(self) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+        """Its collectives, as `Replays.recorded`."""
+        return self._replays.recorded()
 
     def obstacle(self) -> str:
         """Why it can't be replayed any more; empty where it can."""

@@ -15,10 +15,10 @@ from disttrain.compiling.capture.comparing import play_and_compare
 from disttrain.compiling.capture.forms import OPERATION, Form, form_of
 from disttrain.compiling.capture.graph import StepGraph
 from disttrain.compiling.capture.subjects import Subjects, roots_of
-from disttrain.errors import CompileError, DisttrainError, ShapeError
-from disttrain.process_group import is_initialized
-from disttrain.process_group.current import current_world
-from disttrain.process_group.watching.refusals import ANY
+from disttrain.errors import CompileError, ShapeError
+from disttrain.process_group.current import current_world, has_world
+from disttrain.process_group.watching.recorded_alike import Agreement, last_used
+from disttrain.process_group.world import World
 
 _log = logging.getLogger(__name__)
 
@@ -86,6 +86,8 @@ class CapturedStep:
         """By form and the subjects' state."""
         self._drops_grads: dict[Form, bool] = {}
         self._graphs: dict[Any, StepGraph] = {}
+        self._used_groups: frozenset[str] = frozenset()
+        """By name, those of the last call as it was."""
         self._pool: Any = None
         self._said: set[str] = set()
 
@@ -106,10 +108,13 @@ class CapturedStep:
         # Of a new state, kernels are compiled, and other memory is made.
         if self._num_calls.get((form, state), 0) < self._num_warmups:
             return self._warm_up(form, state, subjects, args, kwargs)
+        grads = subjects.grads()
         if self._drops_grads.get(form):
-            for parameter in subjects.parameters:
-                parameter.grad = None
-        key = form, state, tuple(map(id, subjects.grads()))
+            for parameter, grad in zip(subjects.parameters, grads, strict=True):
+                if grad is not None:
+                    parameter.grad = None
+            grads = [None] * len(grads)
+        key = form, state, tuple(map(id, grads))
         graph = self._graphs.get(key)
         if graph is None:
             return self._record(form, state, tensors, subjects, args, kwargs)
@@ -134,7 +139,10 @@ class CapturedStep:
             self._num_calls.clear()
         self._num_calls[form, state] = self._num_calls.get((form, state), 0) + 1
         before = subjects.grads()
+        world = _world()
+        numbers = {} if world is None else {group.group_name: group.sequence for group in world.groups}
         results = self.step(*args, **kwargs)
+        self._used_groups = last_used(_world(), numbers)
         if any(grad is not None for grad in before):
             # What is summed up in place stays what it is.
             pairs = zip(before, subjects.grads(), strict=False)
@@ -147,19 +155,22 @@ class CapturedStep:
         self._graphs = {key: graph for key, graph in self._graphs.items() if not graph.is_released}
         if len(self._graphs) >= self._max_graphs:
             return self._run_as_it_is(args, kwargs, f"there are {self._max_graphs} recordings already: see max_graphs.")
-        if reason := subjects.obstacle():
-            raise CompileError(OPERATION, reason, "Have the whole of it within the step.")
-        if not self._graphs or self._pool is None:
-            # That of graphs which are gone is gone with them.
-            self._pool = torch.cuda.graph_pool_handle()
+        agreement = Agreement(_world(), self._used_groups)
+        graph = None
         try:
+            _check(subjects)
+            if not self._graphs or self._pool is None:
+                # That of graphs which are gone is gone with them.
+                self._pool = torch.cuda.graph_pool_handle()
             graph = StepGraph(self.step, form, tensors, subjects, self._pool)
-            if reason := subjects.obstacle():
-                raise CompileError(OPERATION, reason, "Have the whole of it within the step.")
+            _check(subjects)
+            agreement.agree(graph.recorded())
         except Exception as error:
             # torch takes it to be recorded into for ever.
             self._pool = None
-            _tell(error)
+            agreement.refuse(error)
+            if graph is not None:
+                graph.release(f"it was not agreed on: {error}")
             raise
         # Kept with the gradients that it was recorded with, so that their ids are nobody else's.
         self._graphs[form, state, tuple(map(id, graph.grads_before))] = graph
@@ -172,13 +183,10 @@ class CapturedStep:
         return self.step(*args, **kwargs)
 
 
-def _tell(error: Exception) -> None:
-    """The other ranks may have recorded the step, and wait for this one, which has not."""
-    if not is_initialized():
-        return
-    group = current_world(OPERATION).default_group
-    try:
-        if group.group_size > 1:
-            group.refuse(OPERATION, error, ANY)
-    except DisttrainError as reason:
-        error.add_note(f"The other ranks could not be told: {reason}")
+def _world() -> World | None:
+    return current_world(OPERATION) if has_world() else None
+
+
+def _check(subjects: Subjects) -> None:
+    if reason := subjects.obstacle():
+        raise CompileError(OPERATION, reason, "Have the whole of it within the step.")

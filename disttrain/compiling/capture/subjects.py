@@ -9,16 +9,43 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from operator import attrgetter, is_
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from disttrain.compiling._torch import hooks_of, registers_of, versions_of, without_overrides
+from disttrain.compiling._torch import (
+    grads_of,
+    hooks_of,
+    num_handles,
+    registers_of,
+    versions_of,
+    which_require_grad,
+)
 from disttrain.kernels.attention.context.current import state_of_block
 
 _MAX_DEPTH = 4
+_TRAINING: Final = attrgetter("training")
+_END: Final = object()
+"""Follows each list in one of several, so that none can be longer or shorter than it was."""
+
+
+class State:
+    """What a recording depends on, besides arguments: equal to another if nothing has changed. Its hash is kept."""
+
+    __slots__ = ("_hash", "parts")
+
+    def __init__(self, parts: tuple[Any, ...]) -> None:
+        self.parts = parts
+        self._hash = hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, State) and self.parts == other.parts)
 
 
 class Subjects:
@@ -33,10 +60,12 @@ class Subjects:
         self.modules = list({id(child): child for module in modules for child in module.modules()}.values())
         self.optimizers = [root for root in roots if isinstance(root, Optimizer)]
         self.parameters = self._parameters()
-        # What is asked at each replay is asked in few loops.
+        # What is asked at each replay is asked in few loops, that make no object for what they ask about.
         self._registered = [register.values() for module in self.modules for register in registers_of(module)]
         self._hooks = [hooks for module in self.modules for hooks in hooks_of(module)]
-        self._had = self._structure()
+        self._had = [*self._structure()]
+        self._last: tuple[tuple[Any, ...], int, State] | None = None
+        """The latest state: by what it was told, and the number of hooks that had been registered."""
 
     def _parameters(self) -> list[torch.Tensor]:
         of_modules = (parameter for module in self.modules for parameter in module.parameters(recurse=False))
@@ -50,33 +79,34 @@ class Subjects:
         """True if these are the roots, with the modules and parameters that they had."""
         if len(roots) != len(self.roots) or any(root is not old for root, old in zip(roots, self.roots, strict=True)):
             return False
-        return self._structure() == self._had
+        return all(map(is_, self._structure(), self._had))
 
     def grads(self) -> list[torch.Tensor | None]:
         """The gradient of each parameter."""
-        with without_overrides():
-            return [parameter.grad for parameter in self.parameters]
+        return grads_of(self.parameters)
 
-    def state(self) -> tuple[Any, ...]:
-        """Equal to another as long as nothing has changed that a recording depends on."""
-        return (
-            tuple([module.training for module in self.modules]),
-            self._had,
-            tuple(map(len, self._hooks)),
-            self._which_require_grad(),
-            tuple([_options(optimizer) for optimizer in self.optimizers]),
-            tuple(
-                [
-                    (len(group["params"]), *map(id, group["params"]))
-                    for each in self.optimizers
-                    for group in each.param_groups
-                ]
-            ),
-            state_of_block(),
+    def state(self) -> State:
+        """Equal to another as long as nothing has changed that a recording depends on; the same as the latest one, if
+        it is equal to that."""
+        parts = (
+            [*map(_TRAINING, self.modules)],
+            [*map(len, self._hooks)],
+            which_require_grad(self.parameters),
+            [_options(optimizer) for optimizer in self.optimizers],
             torch.is_grad_enabled(),
             torch.is_autocast_enabled("cuda"),
             torch.get_autocast_dtype("cuda"),
+            state_of_block(),
         )
+        handles = num_handles()
+        if self._last is None or self._last[1] != handles or self._last[0] != parts:
+            # A hook may have come in place of another one. Keys are never used again.
+            keys = tuple(chain.from_iterable(self._hooks))
+            # What the subjects hold keeps its identity.
+            structure = tuple(map(id, self._had))
+            told = tuple(tuple(part) if isinstance(part, list) else part for part in parts)
+            self._last = parts, handles, State((structure, keys, *told))
+        return self._last[2]
 
     def prepare(self) -> None:
         """A recording begins: what earlier steps have computed ahead is not there at each replay."""
@@ -104,13 +134,11 @@ class Subjects:
         tensors = [*self.parameters, *buffers]
         return dict(zip(tensors, versions_of(tensors), strict=True))
 
-    def _structure(self) -> tuple[int, ...]:
-        groups = [group["params"] for optimizer in self.optimizers for group in optimizer.param_groups]
-        return *map(len, groups), *map(id, chain(chain.from_iterable(self._registered), chain.from_iterable(groups)))
-
-    def _which_require_grad(self) -> tuple[bool, ...]:
-        with without_overrides():
-            return tuple([parameter.requires_grad for parameter in self.parameters])
+    def _structure(self) -> Iterable[Any]:
+        """The children, parameters and buffers of all modules, and the parameters of each group of the optimizers."""
+        groups = (group["params"] for optimizer in self.optimizers for group in optimizer.param_groups)
+        ended = chain.from_iterable((params, (_END,)) for params in groups)
+        return chain(chain.from_iterable(self._registered), (_END,), chain.from_iterable(ended), (_END,))
 
     def obstacle(self) -> str:
         """Why a recording can't be begun or ended now, a whole sentence; empty where it can."""

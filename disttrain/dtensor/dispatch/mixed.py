@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 
@@ -82,6 +83,12 @@ def _is_small(tensor: torch.Tensor) -> bool:
     return tensor.numel() < 2 or tensor.is_meta or not any(tensor.stride())
 
 
+_OF_STATE: Final = (
+    " A whole state dict is loaded by checkpoint.set_model_state_dict(model, state, "
+    "options=StateDictOptions(full_state_dict=True))."
+)
+
+
 def meets_plain(facts: OpFacts, tensors: Sequence[torch.Tensor]) -> LayoutError:
     """The error for plain tensors beside DTensors."""
     if facts.name.startswith("fsdp."):
@@ -96,7 +103,7 @@ def meets_plain(facts: OpFacts, tensors: Sequence[torch.Tensor]) -> LayoutError:
         facts.name,
         f"a DTensor meets a plain tensor of shape {shape}, whose layout is unknown.",
         "Make it a DTensor with distribute_tensor or DTensor.from_local, use to_local() of the other, or, where all "
-        "ranks have the same one, enter implicit_replication().",
+        "ranks have the same one, enter implicit_replication()." + _OF_STATE * (facts.name == "aten.copy_"),
         rank=mesh_of(tensors).world.rank,
     )
 

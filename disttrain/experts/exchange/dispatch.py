@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from disttrain.autocast import is_within_autocast
 from disttrain.errors import ShapeError
 from disttrain.experts.exchange.all_to_all import AllToAll
 from disttrain.experts.exchange.base import NAME, Exchange
@@ -68,11 +69,8 @@ class Sending:
         with self._beside():
             self.order, self.num_dropped = ordered(indices, num_experts, capacity)
             if exchange is not None:
-                most_rows = indices.numel()
-                if capacity is not None:
-                    chunk = ExpertCut(num_experts, exchange.group.group_size).chunk
-                    most_rows = min(most_rows, room_of(capacity, most_rows, num_experts) * chunk)
-                route = exchange.route(self.order, num_experts, weights, most_rows)
+                most = most_rows(indices, num_experts, exchange, capacity)
+                route = exchange.route(self.order, num_experts, weights, most)
                 self._leg = Leg(route, is_back=False)
             # Meanwhile the sizes are under way.
             self._rows: torch.Tensor | None = take_rows(x, self.order, indices.shape[1])
@@ -120,6 +118,14 @@ def ordered(indices: torch.Tensor, num_experts: int, capacity: float | None) -> 
     return order, num_chosen - order.ends[-1]
 
 
+def most_rows(indices: torch.Tensor, num_experts: int, exchange: Exchange, capacity: float | None) -> int:
+    """The rows that this rank may send to one other, whatever its tokens choose."""
+    most = indices.numel()
+    if capacity is None:
+        return most
+    return min(most, room_of(capacity, most, num_experts) * ExpertCut(num_experts, exchange.group.group_size).chunk)
+
+
 def begin_dispatch(
     x: torch.Tensor,
     indices: torch.Tensor,
@@ -129,10 +135,11 @@ def begin_dispatch(
     *,
     capacity: float | None = None,
     width: int | None = None,
+    dtype: torch.dtype | None = None,
     beside: bool = False,
 ) -> Sending:
     """Begin a dispatch over an exchange that is at hand."""
-    check_arguments(x, indices, num_experts, exchange, weights, width, capacity)
+    check_arguments(x, indices, num_experts, exchange, weights, width, capacity, dtype)
     return Sending(x, indices, num_experts, exchange, weights, capacity, beside)
 
 
@@ -144,9 +151,15 @@ def check_arguments(
     weights: torch.Tensor | None,
     width: int | None,
     capacity: float | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Raise ShapeError for what does not fit. A rank that refuses its arguments tells the others."""
+    """Raise ShapeError for what does not fit. A rank that refuses its arguments tells the others.
+
+    `dtype`: that of the experts.
+    """
     problem = _problem(x, indices, num_experts, weights, width) or problem_of_capacity(capacity)
+    if problem is None and dtype not in (None, x.dtype) and not is_within_autocast(x.device):
+        problem = f"x is {x.dtype}, and the experts are {dtype}.", "Cast one of them, or compute within torch.autocast."
     if problem is not None:
         group = None if exchange is None else exchange.group
         rank = None if group is None else group.world.rank
@@ -193,10 +206,15 @@ def combine(rows: torch.Tensor, dispatched: Dispatched, weights: torch.Tensor) -
     if dispatched.route is not None:
         leg = Leg(dispatched.route, is_back=True)
         rows = leg.end(leg.begin(rows))
+    return summed(rows, dispatched.order, weights)
+
+
+def summed(rows: torch.Tensor, order: ExpertOrder, weights: torch.Tensor) -> torch.Tensor:
+    """`combine_rows`, on a rank that may have no tokens."""
     if not len(weights):
-        # Without tokens there is nothing to sum up, but a gradient of the same kind as on other ranks.
+        # There is nothing to sum up, but a gradient of the same kind as on other ranks.
         return rows + weights.sum()
-    return combine_rows(rows, dispatched.order, weights)
+    return combine_rows(rows, order, weights)
 
 
 def exchange_along(axis: DeviceMesh, kind: str = "auto") -> Exchange | None:

@@ -74,15 +74,19 @@ class PaddedRoute:
         self._most_rows = most_rows
         self._num_home = len(order.order)
         # In int64, as all numbers of rows below.
-        self._sizes = counts_of(order.ends, cut).to(torch.int64)
-        self._received = torch.empty_like(self._sizes)
-        all_to_all_single(self._received, self._sizes, group=group)
-        self._ends_by_rank = self._sizes.sum(1).cumsum(0)
+        sizes = counts_of(order.ends, cut).to(torch.int64)
+        received = torch.empty_like(sizes)
+        all_to_all_single(received, sizes, group=group)
         # What is in a block behind its rows counts as one more expert's, which come last.
         experts = cut.experts_of(group.group_rank)
-        rows = self._received[:, : len(experts)]
+        rows = received[:, : len(experts)]
         self._arrival = arrange(torch.cat((rows, most_rows - rows.sum(1, keepdim=True)), 1), rows.shape[0] * most_rows)
         self.ends = self._arrival.ends[:-1]
+        totals = sizes.sum(1)
+        self._ends_by_rank = totals.cumsum(0)
+        self._begins = self._ends_by_rank - totals
+        self._sources: torch.Tensor | None = None
+        self._homes: torch.Tensor | None = None
 
     def start(self, rows: torch.Tensor, is_back: bool) -> tuple[torch.Tensor, Work]:
         size, width = self._cut.num_ranks * self._most_rows, rows.shape[1]
@@ -103,16 +107,18 @@ class PaddedRoute:
         """Rows that are sorted by expert, as blocks for the ranks; what is in a block behind its rows is never used."""
         if not self._num_home:
             return rows.new_zeros((self._cut.num_ranks * self._most_rows, rows.shape[1]))
-        begins = self._ends_by_rank - self._sizes.sum(1)
-        sources = begins[:, None] + torch.arange(self._most_rows, device=rows.device)
-        return rows.index_select(0, sources.clamp_(max=self._num_home - 1).view(-1))
+        if self._sources is None:
+            sources = self._begins[:, None] + torch.arange(self._most_rows, device=rows.device)
+            self._sources = sources.clamp_(max=self._num_home - 1).view(-1)
+        return rows.index_select(0, self._sources)
 
     def _home_slots(self) -> torch.Tensor:
         """For each row as it was sent, sorted by expert, where it comes back; the last row where it was not sent."""
-        numbers = torch.arange(self._num_home, device=self._sizes.device)
-        ranks = torch.searchsorted(self._ends_by_rank, numbers, right=True)
-        is_sent = ranks < self._cut.num_ranks
-        ranks = ranks.clamp_(max=self._cut.num_ranks - 1)
-        begins = self._ends_by_rank - self._sizes.sum(1)
-        slots = ranks * self._most_rows + numbers - begins[ranks]
-        return torch.where(is_sent, slots, self._cut.num_ranks * self._most_rows)
+        if self._homes is None:
+            numbers = torch.arange(self._num_home, device=self._ends_by_rank.device)
+            ranks = torch.searchsorted(self._ends_by_rank, numbers, right=True)
+            # Those that were not sent have the number of ranks for a rank.
+            shifts = torch.arange(len(self._begins), device=numbers.device) * self._most_rows - self._begins
+            slots = numbers + torch.nn.functional.pad(shifts, (0, 1))[ranks]
+            self._homes = slots.masked_fill_(ranks == self._cut.num_ranks, self._cut.num_ranks * self._most_rows)
+        return self._homes

@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from disttrain.experts.crossing import GatedExperts
 from disttrain.experts.expert_layer import float8_sizes, without_experts
 from disttrain.kernels.grouped.form import GatedForm
+from disttrain.kernels.grouped.mlp import ExpertWeights
 from disttrain.kernels.grouped.products import GateUp, expert_mlp, grouped_linear, mix_experts
 from disttrain.kernels.grouped.rows import ExpertOrder, combine_rows, take_rows
 
@@ -88,6 +90,14 @@ class Computation:
         biases = {"gate_up_bias": bias, "down_bias": stacks.down_bias}
         return mix_experts(x, order, weights, into, stacks.down, self.gated, **biases, float8=float8)
 
+    def gated_experts(self, stacks: Stacks, float8: str) -> GatedExperts | None:
+        """The experts of `stacks`, where they are nothing but gated layers, and there are some."""
+        if self.gated is None or self.norm or not len(stacks.down):
+            return None
+        into, bias = self._into(stacks)
+        gate, up = into if isinstance(into, tuple) else (into, None)
+        return GatedExperts(ExpertWeights(gate, up, stacks.down, bias, stacks.down_bias), self.gated, float8)
+
     def float8_obstacle(self, width: int, hidden: int) -> str:
         """Why products of these sizes cannot be in float8; empty where they can."""
         if self.gated is None:
@@ -144,7 +154,8 @@ class Assumed:
     def of(cls, module: nn.Module) -> Assumed:
         """As the module has them now."""
         names = tuple(name for name, value in vars(module).items() if isinstance(value, float | str))
-        children = tuple(name for name, _ in module.named_children())
+        # Linear layers are looked at where they are multiplied by.
+        children = tuple(name for name, child in module.named_children() if not isinstance(child, nn.Linear))
         return cls(names, children, _values(module, names, children))
 
     def holds(self, module: nn.Module) -> bool:

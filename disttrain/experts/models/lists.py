@@ -11,12 +11,14 @@ import torch
 from torch import nn
 
 from disttrain.errors import ShardingError
+from disttrain.experts.crossing import GatedExperts
 from disttrain.experts.exchange.plan import ExpertCut
 from disttrain.experts.expert_layer import ExpertLayer, local_part, without_experts
 from disttrain.experts.models.computation import Assumed, Computation, Stacks, named
 from disttrain.experts.models.stacking import lie_evenly, stacked
 from disttrain.kernels._torch import has_hooks
 from disttrain.kernels.grouped.rows import ExpertOrder
+from disttrain.kernels.sparse24.training import SparseLinear
 from disttrain.mesh import DeviceMesh
 from disttrain.process_group import broadcast
 
@@ -78,6 +80,11 @@ def listed_weights(experts: nn.ModuleList) -> list[ListedWeights]:
             has_gate = len(into) == 2 or factor == 2
             ways.append(ListedWeights(names[:-1], names[-1], len(experts), down[0], down[1], has_gate))
     return ways
+
+
+def _is_product(layer: nn.Module) -> bool:
+    """True for a linear layer that multiplies by its weight as it is; a sparse one holds zeros in it."""
+    return type(layer) is nn.Linear or (type(layer) is SparseLinear and layer.packed is None)
 
 
 def _linears(module: nn.Module) -> dict[str, nn.Linear]:
@@ -143,6 +150,13 @@ class ListedExperts(ExpertLayer):
         *parts, rest = rows.split([*sizes, len(rows) - sum(sizes)])
         return torch.cat([*(expert(part) for expert, part in zip(experts, parts, strict=True)), rest * 0])
 
+    def gated_experts(self) -> GatedExperts | None:
+        """This rank's experts, where it has some and they are nothing but gated layers as they were."""
+        experts: list[Any] = [one for one in self if not isinstance(one, AbsentExpert)]  # type: ignore[attr-defined]
+        if self._how.gated is None or self._how.norm or not experts or not all(map(self._is_plain, experts)):
+            return None
+        return self._how.gated_experts(self._weights.stacks(experts), self.float8)
+
     def mix_here(self, x: torch.Tensor, order: ExpertOrder, weights: torch.Tensor) -> torch.Tensor:
         """The forward where all experts are here, and tokens are sorted already."""
         experts: list[Any] = list(self)  # type: ignore[call-overload]
@@ -154,7 +168,7 @@ class ListedExperts(ExpertLayer):
         if not isinstance(expert, self._expert) or has_hooks(expert) or not self._assumed.holds(expert):
             return False
         layers = [named(expert, name) for name in (*self._weights.into, self._weights.down)]
-        return all(type(layer) is nn.Linear and not has_hooks(layer) for layer in layers)
+        return all(_is_product(layer) and not has_hooks(layer) for layer in layers)
 
 
 class AbsentExpert(nn.Module):

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, Protocol, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
 import torch
 
 from disttrain.errors import DisttrainError
+from disttrain.flight_recorder.record.recall import recall_sites
 from disttrain.flight_recorder.record.record import RECEIVE, SEND
 from disttrain.process_group.watching.replaying import ended_group
 
@@ -53,6 +54,10 @@ class Slots(Protocol):
     """The recorder, by which a replay is told."""
 
     current_listing: Listing | None
+
+    def content(self) -> bytes:
+        """As `FlightRecorder.content`."""
+        ...
 
     def begin_part(self, part: Part, replay: int, *, is_marked: bool) -> tuple[int, int]:
         """As `FlightRecorder.begin`, of a part of a graph; `is_marked` on the device too."""
@@ -174,6 +179,13 @@ class Listing:
         """Likewise."""
         if self._progress is not None:
             self._progress.end_graph()
+
+    def recorded(self) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+        """Likewise."""
+        parts = [part for part in self.parts if part.is_collective and part.group.group_size > 1]
+        called = [[(site, self.called[index][4]) for index, site, _ in part.calls] for part in parts]
+        recalled = recall_sites(self._recorder.content(), called) if parts else []
+        return {part.group.group_name: calls for part, calls in zip(parts, recalled, strict=True)}
 
     def obstacle(self) -> str:
         """Likewise: where a group has ended, unless `begin` says why."""

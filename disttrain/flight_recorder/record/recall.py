@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from disttrain.flight_recorder.record.process.symbols import LIBRARIES, PACKAGE
@@ -41,6 +42,17 @@ def recall(recorder: FlightRecorder, group_name: str, sequence: int) -> dict[str
         if record.sequence == sequence and site.group_name == group_name and site.operation not in ("send", "recv"):
             return {"fields": fields_of_site(site), "text": _text(site, record.module)}
     return None
+
+
+def recall_sites(content: bytes, called: Sequence[Sequence[tuple[int, str]]]) -> list[list[dict[str, Any]]]:
+    """As `recall`, of calls by the numbers of their sites and their modules, in a ring of this content."""
+    from disttrain.flight_recorder.dumps.ring_reader import sites_of  # as above
+
+    sites = sites_of(content)
+    return [
+        [{"fields": fields_of_site(sites[number]), "text": _text(sites[number], module)} for number, module in calls]
+        for calls in called
+    ]
 
 
 def fields_of_site(site: CallSite) -> dict[str, Any]:

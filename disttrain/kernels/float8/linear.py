@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from functools import cache
 from typing import Any, Final, Literal
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from torch import nn
 from disttrain.autocast import is_within_autocast
 from disttrain.dtensor import DTensor
 from disttrain.errors import ShapeError
+from disttrain.kernels.float8.latest import LATEST
 from disttrain.kernels.float8.operator import Cast, cast, multiply
 from disttrain.kernels.float8.reference import LINE
 from disttrain.kernels.float8.weight import WEIGHT_DTYPE, Float8Gather, Float8Weight
@@ -40,6 +42,8 @@ def float8_linear(
     Gradient: of all three, once.
     """
     check_fits(x, weight, recipe)
+    # By which its cast is known again; autograd does not see it.
+    given = None if torch.compiler.is_compiling() else ref(x)
     if is_within_autocast(x.device):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     if not torch.is_grad_enabled():
@@ -49,7 +53,7 @@ def float8_linear(
     if isinstance(weight, Float8Weight):
         parts = (weight.codes, weight.scales, weight.rows_per_scale)
     rows = x.unsqueeze(0) if x.ndim == 1 else x.flatten(0, -2)
-    result: torch.Tensor = _Float8Linear.apply(rows, weight, bias, recipe, *parts)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Float8Linear.apply(rows, weight, bias, recipe, *parts, given)  # type: ignore[no-untyped-call]
     return result.view(*x.shape[:-1], len(weight))
 
 
@@ -91,10 +95,16 @@ class _Float8Linear(torch.autograd.Function):
         codes: torch.Tensor | None,
         scales: torch.Tensor | None,
         rows_per_scale: int,
+        given: ref[torch.Tensor] | None,
     ) -> torch.Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         by_rows = recipe == "rowwise"
-        rows = cast(x, WEIGHT_DTYPE, by_rows=by_rows, wants_columns=needs_weight)
+        place = None if given is None else LATEST.place_of(given(), x.dtype, by_rows, wants_columns=needs_weight)
+        rows = None if place is None else LATEST.get(place)
+        if rows is None:
+            rows = cast(x, WEIGHT_DTYPE, by_rows=by_rows, wants_columns=needs_weight)
+            if place is not None:
+                LATEST.put(place, rows)
         factor = _factor(weight, codes, scales, rows_per_scale, by_rows, needs_x)
         result = multiply(rows.rows, rows.row_scales, factor.rows, factor.row_scales, x.dtype, is_fast=True)
         if bias is not None:
@@ -110,6 +120,8 @@ class _Float8Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         refuse_create_graph("float8_linear", "F.linear there")
+        if not torch.compiler.is_compiling():
+            LATEST.clear()
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         columns, column_scales, factor, factor_scales = ctx.saved_tensors
         by_rows = ctx.recipe == "rowwise"
@@ -132,7 +144,7 @@ class _Float8Linear(torch.autograd.Function):
                 weight_grad = multiply(grad_columns, grad_scales, columns, column_scales, weight_dtype)
             return weight_grad, None if grad_rows is None else grad_rows.sum(0).to(bias_dtype)
 
-        return x_grad, *parameter_grads(ctx, compute), None, None, None, None
+        return x_grad, *parameter_grads(ctx, compute), None, None, None, None, None
 
 
 def _factor(

@@ -133,6 +133,7 @@ define(
     _cast,
     _cast_shapes,
     is_traceable=True,
+    is_once=True,
 )
 define(
     "float8_mm(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, ScalarType dtype, bool is_fast) -> Tensor",

@@ -1,5 +1,4 @@
-"""Products by expert in float8: both factors are cast, with a scale for each row, or one for all rows and one for all
-experts' weights.
+"""Products by expert in float8: both factors are cast, with a scale for each row, or for each expert's rows and weight.
 
 Gradients of weights are products of what was not cast: there rows are summed up, and their number is the device's
 alone, while torch's float8 products sum multiples of 16.
@@ -13,8 +12,9 @@ import torch
 
 from disttrain.kernels._torch import scaled_grouped_mm
 from disttrain.kernels.float8.operator import cast, obstacle
-from disttrain.kernels.float8.reference import LINE
+from disttrain.kernels.float8.reference import LINE, scale_of
 from disttrain.kernels.grouped import choice, reference
+from disttrain.kernels.grouped.table import Kernels
 
 RECIPES: Final = ("", "tensorwise", "rowwise")
 _DTYPE: Final = torch.float8_e4m3fn
@@ -23,30 +23,46 @@ outer = choice.outer
 
 
 def product(
-    x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, is_transposed: bool, recipe: str
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    ends: torch.Tensor,
+    is_transposed: bool,
+    recipe: str,
+    kernels: Kernels | None = None,
 ) -> torch.Tensor:
     """As `choice.product`, in float8 where there is a `recipe` and sizes are multiples of 16."""
     if not recipe or x.shape[1] % LINE or weight.shape[1] % LINE or weight.shape[2] % LINE or not x.numel():
-        return choice.product(x, weight, ends, is_transposed)
+        return choice.product(x, weight, ends, is_transposed, kernels)
     matrices = weight.transpose(1, 2).contiguous() if is_transposed else weight
-    by_rows = recipe == "rowwise"
-    if not by_rows:
-        # What lies past the last end, and may be anything, must not raise the scale of all.
-        is_kept = torch.arange(len(x), device=x.device) < ends[-1]
-        x = torch.where(is_kept[:, None], x, 0)
-    left, left_scales = _cast(x, by_rows)
-    right, right_scales = _cast(matrices.reshape(-1, matrices.shape[2]), by_rows)
+    count, out_size, _ = matrices.shape
+    if recipe == "rowwise":
+        left, left_scales = _cast(x)
+        right, right_scales = _cast(matrices.reshape(count * out_size, -1))
+    else:
+        left, left_scales = _cast_by_expert(x, ends)
+        right, right_scales = _cast(matrices.reshape(count, -1))
+        right_scales = right_scales[:, None].expand(-1, out_size).reshape(-1)
     right = right.view(matrices.shape)
     if not x.is_cuda or obstacle(x):
         return _by_reference(left, left_scales, right, right_scales, ends).to(x.dtype)
-    scales = left_scales.expand(len(x)).contiguous(), right_scales.expand(matrices.shape[0] * matrices.shape[1])
-    result = scaled_grouped_mm(left, scales[0], right, scales[1].reshape(matrices.shape[:2]).contiguous(), ends)
-    return result.to(x.dtype)
+    return scaled_grouped_mm(left, left_scales, right, right_scales.view(count, out_size), ends).to(x.dtype)
 
 
-def _cast(matrix: torch.Tensor, by_rows: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    result = cast(matrix.contiguous(), _DTYPE, by_rows=by_rows, wants_columns=False)
+def _cast(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    result = cast(matrix.contiguous(), _DTYPE, by_rows=True, wants_columns=False)
     return result.rows, result.row_scales
+
+
+def _cast_by_expert(x: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows in float8 and each one's scale, which all of an expert's rows have."""
+    # Those past the last end have one of their own: they may be anything.
+    experts = torch.searchsorted(ends, torch.arange(len(x), device=x.device, dtype=ends.dtype), right=True)
+    largest = torch.linalg.vector_norm(x, torch.inf, dim=1).float()
+    of_experts = largest.new_zeros(len(ends) + 1).scatter_reduce_(0, experts, largest, "amax")
+    scales = scale_of(of_experts, _DTYPE)[experts]
+    # Powers of two, by which bf16 is multiplied without rounding.
+    factors = scales.reciprocal().to(x.dtype if x.dtype == torch.bfloat16 else torch.float32)
+    return (x * factors[:, None]).to(_DTYPE), scales
 
 
 def _by_reference(

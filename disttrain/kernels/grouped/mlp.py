@@ -14,6 +14,7 @@ import torch
 from disttrain.kernels.grouped.choice import kernels_of
 from disttrain.kernels.grouped.float8 import outer, product
 from disttrain.kernels.grouped.form import GatedForm
+from disttrain.kernels.grouped.table import Kernels
 
 
 @dataclass(frozen=True)
@@ -55,25 +56,33 @@ class Grads:
 
 
 def forward(
-    x: torch.Tensor, ends: torch.Tensor, tokens: Tokens | None, experts: ExpertWeights, form: GatedForm, recipe: str
+    x: torch.Tensor,
+    ends: torch.Tensor,
+    tokens: Tokens | None,
+    experts: ExpertWeights,
+    form: GatedForm,
+    recipe: str,
+    *,
+    is_cleared: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Computes results, and the products with gate and up, which backward wants.
 
     Args: x       (rows, D), sorted by expert, or (tokens, D) where there are `tokens`.
           recipe  of float8, empty for none.
+          is_cleared  rows past the last end become zeros; else nobody may read them.
     """
     kernels, weighted = kernels_of(x), _weighted(tokens)
     rows = x if tokens is None else kernels.take(x, tokens.order, ends, tokens.k, None)
-    gate = product(rows, experts.gate, ends, form.is_transposed, recipe)
-    up = None if experts.up is None else product(rows, experts.up, ends, form.is_transposed, recipe)
+    gate = product(rows, experts.gate, ends, form.is_transposed, recipe, kernels)
+    up = None if experts.up is None else product(rows, experts.up, ends, form.is_transposed, recipe, kernels)
     if experts.gate_bias is not None:
         kernels.add_bias(gate, experts.gate_bias, ends, None, None)
     hidden = kernels.gated(*_halves(gate, up, form), ends, form, *weighted)
-    result = product(hidden, experts.down, ends, form.is_transposed, recipe)
+    result = product(hidden, experts.down, ends, form.is_transposed, recipe, kernels)
     if experts.down_bias is not None:
         kernels.add_bias(result, experts.down_bias, ends, *weighted)
     if tokens is None:
-        return kernels.clear_past(result, ends), gate, up
+        return kernels.clear_past(result, ends) if is_cleared else result, gate, up
     return kernels.combine(result, tokens.slots, ends, tokens.k, None), gate, up
 
 
@@ -89,6 +98,8 @@ def backward(
     recipe: str,
     wants_x: bool = True,
     wants_experts: bool = True,
+    *,
+    is_cleared: bool = True,
 ) -> Grads:
     """Computes gradients of what `forward` took, which returned `gate` and `up`."""
     kernels, weighted = kernels_of(x), _weighted(tokens)
@@ -97,7 +108,7 @@ def backward(
     of_down_bias = of_weights = None
     if experts.down_bias is not None:
         of_down_bias, of_weights = kernels.bias_grad(grad, experts.down_bias, ends, *weighted)
-    of_hidden = product(grad, experts.down, ends, not form.is_transposed, recipe)
+    of_hidden = product(grad, experts.down, ends, not form.is_transposed, recipe, kernels)
     of_gate, of_up = torch.empty_like(gate), None if up is None else torch.empty_like(up)
     hidden, of_scales = kernels.gated_backward(
         of_hidden, *_halves(gate, up, form), ends, form, *weighted, *_halves(of_gate, of_up, form)
@@ -107,14 +118,18 @@ def backward(
     of_first: list[torch.Tensor | None] = [None, None]
     of_down = of_gate_bias = None
     if wants_experts:
-        of_down = _outer(grad, hidden, ends, form)
+        of_down = _outer(grad, hidden, ends, form, kernels)
         del of_hidden, hidden, grad
         rows = x if tokens is None else kernels.take(x, tokens.order, ends, tokens.k, None)
-        of_first = [None if half is None else _outer(half, rows, ends, form) for half in (of_gate, of_up)]
+        of_first = [None if half is None else _outer(half, rows, ends, form, kernels) for half in (of_gate, of_up)]
         del rows
         if experts.gate_bias is not None:
             of_gate_bias = kernels.bias_grad(of_gate, experts.gate_bias, ends, None, None)[0]
-    of_x = _through_first(of_gate, of_up, ends, tokens, experts, form, recipe) if wants_x else None
+    of_x = None
+    if wants_x:
+        of_x = _through_first(of_gate, of_up, ends, tokens, experts, form, recipe, kernels)
+        if tokens is None and is_cleared:
+            of_x = kernels.clear_past(of_x, ends)
     if tokens is not None and of_scales is not None:
         of_scales = of_scales.view(tokens.weights.shape).to(tokens.weights.dtype)
     return Grads(of_x, of_scales, of_first[0], of_first[1], of_down, of_gate_bias, of_down_bias)
@@ -128,15 +143,13 @@ def _through_first(
     experts: ExpertWeights,
     form: GatedForm,
     recipe: str,
+    kernels: Kernels,
 ) -> torch.Tensor:
-    """The gradient of the input, from those of its products with gate and up."""
-    kernels = kernels_of(of_gate)
-    of_rows = product(of_gate, experts.gate, ends, not form.is_transposed, recipe)
+    """The gradient of the input, from those of its products with gate and up; nothing is written past the last end."""
+    of_rows = product(of_gate, experts.gate, ends, not form.is_transposed, recipe, kernels)
     if experts.up is not None and of_up is not None:
-        of_rows += product(of_up, experts.up, ends, not form.is_transposed, recipe)
-    if tokens is None:
-        return kernels.clear_past(of_rows, ends)  # type: ignore[no-any-return]
-    return kernels.combine(of_rows, tokens.slots, ends, tokens.k, None)  # type: ignore[no-any-return]
+        of_rows += product(of_up, experts.up, ends, not form.is_transposed, recipe, kernels)
+    return of_rows if tokens is None else kernels.combine(of_rows, tokens.slots, ends, tokens.k, None)
 
 
 def _weighted(tokens: Tokens | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -153,6 +166,9 @@ def _halves(gate: torch.Tensor, up: torch.Tensor | None, form: GatedForm) -> tup
     return gate[:, :size], gate[:, size:]
 
 
-def _outer(of_result: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor, form: GatedForm) -> torch.Tensor:
+def _outer(
+    of_result: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor, form: GatedForm, kernels: Kernels
+) -> torch.Tensor:
     """The gradient of weights that made results of rows."""
-    return outer(rows, of_result, ends) if form.is_transposed else outer(of_result, rows, ends)
+    left, right = (rows, of_result) if form.is_transposed else (of_result, rows)
+    return outer(left, right, ends, kernels)

@@ -15,7 +15,7 @@ from disttrain.kernels.grouped.choice import kernels_of, outer, product
 from disttrain.kernels.grouped.float8 import RECIPES
 from disttrain.kernels.grouped.form import GatedForm
 from disttrain.kernels.grouped.rows import ExpertOrder
-from disttrain.kernels.operators import define, differentiate, refuse_second_derivative
+from disttrain.kernels.operators import define, differentiate, once, refuse_second_derivative
 
 GateUp = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -173,7 +173,7 @@ class _Mlp(torch.autograd.Function):
         return result
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once("expert_mlp")
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return _grads(ctx, grad, _mlp_backward)
 
@@ -184,7 +184,7 @@ def _linear(
     result = product(x.contiguous(), weight.contiguous(), ends, is_transposed)
     if bias is not None:
         kernels_of(result).add_bias(result, bias.contiguous(), ends, None, None)
-    return kernels_of(result).clear_past(result, ends)  # type: ignore[no-any-return]
+    return kernels_of(result).clear_past(result, ends)
 
 
 def _linear_backward(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from operator import is_
 from typing import Any, Final, Protocol
 
 import torch
@@ -54,14 +55,14 @@ class RecordedStep:
         self._with_masters = [entry for entry, state in zip(parameters, states, strict=True) if "master" in state]
         self._counts = [_joined([optimizer.state[parameter] for parameter in each.parameters]) for each in launches]
         self._values = [state.values() for state in states]
-        self._ids = self._ids_of_values()
+        self._had = [*self._state_tensors()]
         self._sharded = [value for values in self._values for value in values if isinstance(value, DTensor)]
 
     def obstacle(self) -> str:
         name = type(self._optimizer).__name__
         if self._optimizer.max_norm != self._max_norm:
             return f"{name}.max_norm was {self._max_norm}, and is {self._optimizer.max_norm}."
-        if self._optimizer.state is not self._state or self._ids_of_values() != self._ids:
+        if self._optimizer.state is not self._state or not all(map(is_, self._state_tensors(), self._had)):
             return f"{name} has other state tensors than it had: a state was loaded."
         for launch, counts in zip(self._launches, self._counts, strict=True):
             if not torch.equal(counts, counts[:1].expand_as(counts)):
@@ -88,8 +89,9 @@ class RecordedStep:
             for launch in self._launches:
                 self._optimizer.end_step(launch.group, launch.parameters)
 
-    def _ids_of_values(self) -> list[int]:
-        return [*map(id, chain.from_iterable(self._values))]
+    def _state_tensors(self) -> Iterable[Any]:
+        # With an end, so that there can't be one more or less.
+        return chain(chain.from_iterable(self._values), (_END,))
 
     def _rule(self, launch: Launch, step: int) -> Rule:
         return self._optimizer.rule(launch.group, step)
@@ -103,6 +105,7 @@ def _joined(states: Sequence[dict[str, Any]]) -> torch.Tensor:
     return counts
 
 
+_END: Final = object()
 _NUMBERS: Final[dict[str, Any]] = dict.fromkeys(
     ("lr", "weight_decay", "beta1", "beta2", "eps", "correction1", "correction2", "step"), 0
 )

@@ -13,13 +13,14 @@ import inspect
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from disttrain.arguments import arguments_of
 from disttrain.errors import ScheduleError
+from disttrain.made_classes import made_by
 from disttrain.pipelining.model.parts import Parts, estimated_costs, find_parts
 from disttrain.pipelining.model.stages import SplitModel, find_tied, wired
 from disttrain.pipelining.schedule.balance import BlockCosts, balance, check_boundaries
@@ -93,7 +94,7 @@ def _stage(model: nn.Module, parts: Parts, block_range: range, *, is_first: bool
             container, _, key = name.rpartition(".")
             stage.get_submodule(container).add_module(key, StandIn(parts.blocks[index]))
     takes_embeddings = "inputs_embeds" in inspect.signature(model.forward).parameters
-    stage.__class__ = _joined((type(model),))
+    stage.__class__ = _joined(cast(Any, type(model)))
     stage._part = _Part(  # type: ignore[assignment]
         takes="inputs_embeds" if takes_embeddings and not is_first else None,
         takes_no_cache="use_cache" in inspect.signature(model.forward).parameters,
@@ -153,6 +154,5 @@ def _check_output(block: nn.Module, _inputs: Any, output: Any) -> None:
 
 
 @functools.cache
-def _joined(classes: tuple[type[nn.Module]]) -> type[nn.Module]:
-    (cls,) = classes
-    return type(f"StageOf{cls.__name__}", (_Stage, cls), {})
+def _joined(cls: Any) -> Any:
+    return made_by(type(f"StageOf{cls.__name__}", (_Stage, cls), {}), _joined, cls)

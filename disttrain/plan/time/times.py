@@ -22,8 +22,21 @@ from disttrain.plan.model.parts import (
     tied_elements,
 )
 from disttrain.plan.time.links import link_of
-from disttrain.plan.time.stage_times import NCCL_SHARE, block_times, stage_times
+from disttrain.plan.time.stage_times import (
+    HOST_BLOCK_S,
+    HOST_COMPILED_BLOCK_S,
+    NCCL_SHARE,
+    block_times,
+    stage_times,
+)
 from disttrain.plan.time.traffic import ring_bytes
+
+HOST_SHARDING_S = 0.17e-3
+"""What `fully_shard` adds to the launches of a compiled block's forward; in those of a block that is not, it is."""
+HOST_STEP_S = 20e-3
+"""In which a host launches what is in a step besides blocks: both ends of the model, the loss and the optimizer. All
+three as H100 and H200 have measured small models (`benchmarks/results`: captured_step_gpu, fsdp2_gpu); their hosts
+differ by a third."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +45,7 @@ class Times:
 
     Args: recompute  forwards done again;  tp, cp, exchange, shards  communication that nothing hides, of tensor and
           context parallel, of tokens and their experts, and of gathering parameters and reducing gradients;  bubble
-          waiting for other stages.
+          waiting for other stages;  host  for launches, where those of a whole step take longer than all else.
     """
 
     compute: float
@@ -43,6 +56,7 @@ class Times:
     shards: float
     bubble: float
     optimizer: float
+    host: float = 0.0
 
     @property
     def step_s(self) -> float:
@@ -67,7 +81,7 @@ def times_of(job: Job, choice: Choice) -> Times:
         shards_s, bubble_s = _shards_s(job, choice), 0.0
     else:
         shards_s, bubble_s = _scheduled_shards_s(job, choice), makespan_s(job, choice) - work_s + _tie_s(job, choice)
-    return Times(
+    times = Times(
         compute=work_s - again_s - tp_s - cp_s - exchange_s,
         recompute=again_s,
         tp=tp_s,
@@ -77,6 +91,20 @@ def times_of(job: Job, choice: Choice) -> Times:
         bubble=bubble_s,
         optimizer=_optimizer_s(job, choice),
     )
+    return replace(times, host=max(0.0, _host_s(job, choice) - times.step_s))
+
+
+def _host_s(job: Job, choice: Choice) -> float:
+    """In which the host of a rank launches a step, ahead of the GPU or behind it; a captured one is one launch."""
+    if job.captures:
+        return 0.0
+    block_s = HOST_BLOCK_S
+    if choice.is_compiled:
+        # A pipeline's schedule gathers once.
+        is_gathered = job.precision.is_sharded and choice.schedule is None
+        block_s = HOST_COMPILED_BLOCK_S + HOST_SHARDING_S * is_gathered
+    launches = choice.num_microbatches * job.sizes.num_layers / choice.mesh.pp * (3 + choice.recomputes)
+    return launches * block_s + HOST_STEP_S
 
 
 def likely_s(job: Job, choice: Choice) -> float:

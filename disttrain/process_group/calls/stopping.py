@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from disttrain.process_group.current import current_world
-from disttrain.process_group.watching.stop_signals import STOP_SIGNALS
 
 
 def stop_requested() -> bool:
@@ -15,19 +14,16 @@ def stop_requested() -> bool:
             checkpointer.save(step + 1, state)
             sys.exit(disttrain.REQUEUE_EXIT_CODE)
 
-    The notice is SIGTERM or SIGUSR1, to the launcher of any node or to any rank, or `request_stop`. The first call has
-    this process handle the signals; before, they end it. A handler that was there before is called, too. A call costs
-    about a microsecond, and no communication; only once, when a notice has come, the ranks agree through the store.
-    Where a rank has left already, or does not answer, the answer stays False on all.
+    The notice is SIGTERM or SIGUSR1, to the launcher of any node or to any rank, or `request_stop`. The first call on
+    any rank has all of them handle the signals; before, they end a rank. A handler that was there before is called,
+    too. A call costs about a microsecond, and no communication; only once, when a notice has come, the ranks agree
+    through the store. Where a rank has left already, or does not answer, the answer stays False on all.
     Raises: GroupError before init_process_group.
     Collective: every rank, equally often.
     """
-    world = current_world("stop_requested")
-    if not world.stopping.is_listening:
-        world.stopping.is_listening = True
-        world.stopping.prepare()
-        STOP_SIGNALS.listen(world.stopping)
-    return world.stopping.is_requested()
+    stopping = current_world("stop_requested").stopping
+    stopping.listen()
+    return stopping.is_requested()
 
 
 def request_stop(reason: str = "request_stop") -> None:

@@ -6,9 +6,9 @@ once at each replay, so that ranks count alike whether they replay a step or run
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from disttrain.process_group.current import current_world, has_world
 from disttrain.process_group.interfaces import GroupLike
@@ -23,6 +23,10 @@ class Replays(Protocol):
 
     def end_graph(self) -> None:
         """The graph ends here: called once, while it is recorded."""
+        ...
+
+    def recorded(self) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+        """The graph's collectives with other ranks, by group, as `recorded_alike.RecordedCall`, as far as known."""
         ...
 
     def obstacle(self) -> str:
@@ -52,6 +56,9 @@ class _Untold:
 
     def end_graph(self) -> None:
         pass
+
+    def recorded(self) -> Mapping[str, Sequence[Mapping[str, Any]]]:
+        return {}
 
     def obstacle(self) -> str:
         return ended_group(self._groups)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from disttrain.errors import StoreError, StoreTimeoutError
 from disttrain.process_group.watching.departures import members_left
+from disttrain.process_group.watching.stop_signals import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from disttrain.process_group.interfaces import GroupLike, WorldLike
@@ -27,6 +28,8 @@ _log = logging.getLogger(__name__)
 AGREE_S: Final = 30.0
 """The time that all ranks' witnesses may take to say how far their ranks are."""
 _LOOK_S: Final = 1.0
+_ASKED: Final = json.dumps({"stop": None}).encode()
+"""A notice to all ranks: one of them asks whether to stop, and so will all."""
 _NEVER: Final = math.inf
 """Where a rank has left already, since the job is at its end."""
 _UNKNOWN: Final = math.nan
@@ -47,8 +50,8 @@ class Stopping:
         self._num_passed = 0
         self._is_noticed = False
         self._is_closed = False
-        self.is_listening = False
-        """Whether signals are notices to this rank."""
+        self._is_listening = False
+        """Signals are notices to this rank, and its next question need not see to it."""
         self._stops_after: float | None = None
         """The number of the question that is answered by yes, from 1; None: not known yet."""
 
@@ -56,6 +59,16 @@ class Stopping:
         """Be there for the others' questions, whatever the transports are."""
         if not self._is_alone:
             self._world.become_witness()
+
+    def listen(self) -> None:
+        """Take signals for notices from now on, on all ranks: those that have not asked yet would die of them."""
+        if self._is_listening:
+            return
+        self._is_listening = True
+        self.prepare()
+        STOP_SIGNALS.listen(self)
+        if self._world.witness is not None:
+            self._world.witness.tell(_ASKED, "asked to stop")
 
     def is_requested(self) -> bool:
         """The answer to this rank's next question, which is that of all ranks to theirs of this number."""
@@ -85,7 +98,13 @@ class Stopping:
         self._is_closed = True
 
     def hear(self, said: dict[str, Any]) -> None:
-        """A rank was told to stop; in the witness's thread, perhaps several times."""
+        """A rank was told to stop, or asks whether one was; in the witness's thread, perhaps several times."""
+        if said["stop"] is None:
+            # In a thread: where a signal has come before, that one waits for what this one is to hear.
+            threading.Thread(
+                target=STOP_SIGNALS.listen, args=(self,), name="disttrain stop signals", daemon=True
+            ).start()
+            return
         with self._lock:
             if self._is_noticed:
                 return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 from typing import Final
 
@@ -39,6 +40,20 @@ def own_address(host: str) -> str:
     with contextlib.closing(socket.socket(family, kind, protocol)) as probe:
         probe.connect(address)  # of a datagram socket: nothing is sent
         return str(probe.getsockname()[0])
+
+
+LOOPBACK_REMEDY: Final = "Bring it up: `ip link set lo up`; a container has it unless it was started without a network."
+
+
+def is_loopback_down(host: str) -> bool:
+    """True where `host` is an address of the loopback interface, 127.0.0.1 or the like, and that is down."""
+    if not host.startswith("127.") and host not in ("localhost", "::1"):
+        return False
+    try:
+        own_address(host)
+    except OSError as error:
+        return error.errno == errno.ENETUNREACH
+    return False
 
 
 def outward_address() -> str:

@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from disttrain.errors import SettingError, StoreAuthError, StoreConnectionError, StoreError, StoreLimitError
-from disttrain.store.connection.addresses import is_unix, lookup_name, unix_path
+from disttrain.store.connection.addresses import LOOPBACK_REMEDY, is_loopback_down, is_unix, lookup_name, unix_path
 from disttrain.store.connection.keepalive import set_options
 from disttrain.store.protocol.handshake import ClientHandshake, SessionGoneError, to_address
 from disttrain.store.protocol.wire import HANDSHAKE_FRAME_BYTES, NEWS, Address, Decoder, Message, WireError, encode
@@ -73,9 +73,9 @@ class Dialer:
     def dial(self, timeout_s: float) -> Link:
         """The first link.
 
-        Raises StoreConnectionError when the timeout is over; at once StoreAuthError when tokens or certificates
-        don't match,
-        StoreLimitError when the server has too many clients, and SettingError for what cannot be a host name.
+        Raises StoreConnectionError when the timeout is over, or at once where the loopback interface is down; at once
+        StoreAuthError when tokens or certificates don't match, StoreLimitError when the server has too many clients,
+        and SettingError for what cannot be a host name.
         """
         began_s = time.monotonic()
         deadline_s = began_s + timeout_s
@@ -93,6 +93,13 @@ class Dialer:
                 now_s = time.monotonic()
                 if self.was_there and isinstance(error, ConnectionRefusedError) and now_s > began_s + _GONE_S:
                     raise StoreConnectionError("connect", "nobody listens there any more.", where=self.where) from None
+                if (
+                    isinstance(error, OSError)
+                    and error.errno == errno.ENETUNREACH
+                    and is_loopback_down(self.address[0])
+                ):
+                    problem = "this machine's loopback interface is down."
+                    raise StoreConnectionError("connect", problem, LOOPBACK_REMEDY, where=self.where) from None
                 if now_s + pause_s >= deadline_s:
                     raise _unreachable(error, self.where, timeout_s) from None
             # A server that is not there yet gives no event to wait for.

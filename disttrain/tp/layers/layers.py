@@ -15,6 +15,7 @@ from disttrain.autocast import is_within_autocast
 from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard, Spec, StridedShard
 from disttrain.dtensor.local_part import spec_of
 from disttrain.errors import LayoutError
+from disttrain.made_classes import made_by
 from disttrain.tp.layers.axis import Axis
 from disttrain.tp.layers.columns import Column, Columns, columns
 from disttrain.tp.layers.exchange import exchange_for
@@ -371,11 +372,10 @@ class RowLinear(Parallel):
 
 def become(module: nn.Module, kind: type[Parallel], state: object) -> None:
     """Make `module` one of `kind`, in place."""
-    module.__class__ = _joined((kind, type(module)))
+    module.__class__ = _joined(cast(Any, kind), cast(Any, type(module)))
     module._tp = state  # type: ignore[assignment]
 
 
 @functools.cache
-def _joined(classes: tuple[type, type]) -> type[nn.Module]:
-    kind, cls = classes
-    return type(f"{kind.__name__}Of{cls.__name__}", classes, {})
+def _joined(kind: Any, cls: Any) -> type[nn.Module]:
+    return made_by(type(f"{kind.__name__}Of{cls.__name__}", (kind, cls), {}), _joined, kind, cls)

@@ -284,6 +284,7 @@ class Agent:
     def _failure(self, worker: Worker, end: Exit, text: str) -> Failed:
         # With other exit codes a script says that it has handled what it printed.
         has_raised = end.returncode == 1 or end.returncode < 0
+        is_consequence = last_words.is_consequence(text)
         return Failed(
             rank=worker.rank,
             local_rank=worker.local_rank,
@@ -295,8 +296,14 @@ class Agent:
             last_lines=last_words.excerpt(text),
             log_file=self.output.log_file(worker),
             summary=last_words.summary(text) if has_raised else "",
-            is_consequence=last_words.is_consequence(text),
+            is_consequence=is_consequence,
+            left_before=self._ranks_that_ended_well() if is_consequence and self._ended_well else "",
         )
+
+    def _ranks_that_ended_well(self) -> str:
+        from disttrain.flight_recorder.record.record import ranks_text  # only a job that fails needs it
+
+        return ranks_text(sorted(self._workers[local_rank].rank for local_rank in self._ended_well))
 
     def _handle(self, event: Event) -> None:
         for command in self._supervision.handle(event):

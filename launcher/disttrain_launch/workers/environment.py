@@ -79,6 +79,8 @@ def worker_environment(
     }
     environ = {**inherited, **{name: str(value) for name, value in variables.items()}}
     environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    # Where a signal such as SIGSEGV ends a worker, Python's stack is all that tells where.
+    environ.setdefault("PYTHONFAULTHANDLER", "1")
     if spec.num_local_workers > 1 and not settings.NUM_THREADS.is_set(inherited):
         environ[settings.NUM_THREADS.name] = str(spec.num_threads)
     environ.pop(settings.TOKEN_FILE.name, None)

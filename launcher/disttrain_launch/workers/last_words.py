@@ -14,6 +14,9 @@ _PREFIX = re.compile(r"^\[rank\d+\]: ?")
 _TRACEBACK = re.compile(r"^ *(\+ Exception Group )?Traceback \(most recent call last\):")
 _TERMINATED = re.compile(r"^terminate called ")
 """An exception of C++ that nobody has caught; the next line says which."""
+_FATAL = re.compile(r"^Fatal Python error: ")
+"""A signal such as SIGSEGV, as `faulthandler` tells of it; Python's stack follows."""
+_OTHER_THREAD = re.compile(r"^Thread 0x[0-9a-f]+ .*\(most recent call first\):")
 _CHAINED = ("The above exception was the direct cause of", "During handling of the above exception")
 _CONSEQUENCE = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|Connection was likely closed|Socket Timeout by peer"
@@ -27,7 +30,10 @@ def excerpt(text: str) -> str:
     """The last traceback, with those that led to it and what follows it; without one the last lines."""
     lines = _lines(text)
     first = _first_of_chain(lines)
-    return "\n".join(lines[-MAX_LINES:] if first is None else lines[first:])[-MAX_CHARS:]
+    if first is None:
+        begins = (number for number, line in enumerate(lines) if _FATAL.match(line) or _TERMINATED.match(line))
+        first = next(begins, max(0, len(lines) - MAX_LINES))
+    return "\n".join(_of_current_thread(lines[first:]))[-MAX_CHARS:]
 
 
 def summary(text: str) -> str:
@@ -39,6 +45,22 @@ def summary(text: str) -> str:
 def is_consequence(text: str) -> bool:
     """True when the last exception says that a peer, or the store, went away."""
     return any(_CONSEQUENCE.search(line) for line in _message(_lines(text)))
+
+
+def _of_current_thread(lines: list[str]) -> list[str]:
+    """The lines without those of `faulthandler` on threads that only were there, and on modules."""
+    kept: list[str] = []
+    is_other = False
+    for line in lines:
+        if _OTHER_THREAD.match(line):
+            is_other = True
+        elif line and not line[0].isspace():
+            is_other = False
+        if not (is_other or line.startswith("Extension modules: ")):
+            kept.append(line)
+    while kept and not kept[-1]:
+        kept.pop()
+    return kept
 
 
 def _lines(text: str) -> list[str]:
@@ -67,6 +89,8 @@ def _message(lines: list[str]) -> list[str]:
         after = lines[index + 1 :]
         if _TERMINATED.match(lines[index]):
             return [line.strip().removeprefix("what():").strip() for line in after[:_MAX_MESSAGE_LINES]]
+        if _FATAL.match(lines[index]) and not any(map(_TERMINATED.match, lines[:index])):
+            return [lines[index]]
         if _TRACEBACK.match(lines[index]):
             begins = next((place for place, line in enumerate(after) if line.strip() and not line[0].isspace()), None)
             return [] if begins is None else after[begins : begins + _MAX_MESSAGE_LINES]

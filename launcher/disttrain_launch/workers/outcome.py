@@ -58,6 +58,8 @@ class Failed:
     """The last line of the exception that it ended with, such as `ValueError: bad batch`; empty when there was none."""
     is_consequence: bool = False
     """By what it says, its peers or what they meet in went away: another rank is to blame, if there is one."""
+    left_before: str = ""
+    """The ranks of its node that had ended with 0 before, such as `ranks 1, 2`, where it is a consequence."""
 
     @property
     def exit_code(self) -> int:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.surroundings.launching import launcher
+
 if TYPE_CHECKING:
     from tests.multirank.launch.conftest import Launches
 
@@ -227,3 +229,32 @@ def test_closed_standard_streams_get_nobodys_output(launches: Launches) -> None:
     line = f"exec {sys.executable} -m disttrain_launch --nproc-per-node 2 {script} <&- >&- 2>&-"
     assert subprocess.run(["sh", "-c", line], cwd=launches.folder, env=launches.environ(), check=False).returncode == 0
     assert sorted(path.name for path in Path(launches.folder).glob("ran?")) == ["ran0", "ran1"]
+
+
+@pytest.fixture
+def without_a_network() -> list[str]:
+    """Begins a command that runs so."""
+    unshare = ["unshare", "--net", *(() if os.geteuid() == 0 else ("--user", "--map-root-user"))]
+    if subprocess.run([*unshare, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("this machine lets nobody make namespaces")
+    return unshare
+
+
+@pytest.mark.parametrize(
+    "flags", [["--standalone"], ["--nnodes", "2", "--node-rank", "0"], ["--nnodes", "2", "--node-rank", "1"]]
+)
+def test_where_there_is_not_even_a_loopback_interface_the_command_says_so_at_once(
+    launches: Launches, without_a_network: list[str], flags: list[str]
+) -> None:
+    argv = [*without_a_network, *launcher(), *flags, launches.script("print('ran')")]
+    environ = launches.environ()
+    ended = subprocess.run(argv, env=environ, cwd=launches.folder, check=False, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, len(ended.stderr.splitlines())) == (2, "", 1)
+    assert "127.0.0.1: this machine's loopback interface is down. Bring it up" in ended.stderr
+
+
+def test_a_rank_without_a_loopback_interface_does_not_dial_on(launches: Launches, without_a_network: list[str]) -> None:
+    text = "from disttrain.store import TCPStore; TCPStore('127.0.0.1', 9, is_master=False, timeout=30)"
+    argv = [*without_a_network, sys.executable, "-c", text]
+    ended = subprocess.run(argv, env=launches.environ(), check=False, capture_output=True, text=True, timeout=15)
+    assert "StoreConnectionError: connect: this machine's loopback interface is down" in ended.stderr

@@ -165,6 +165,7 @@ def wait_for_step(folder: Path, num_steps: int) -> None:
         time.sleep(0.02)  # a file that grows tells nobody
 
 
+@pytest.mark.sweep(0)
 @pytest.mark.timeout(300)
 def test_training_shrinks_to_two_hosts_and_grows_back_with_the_same_losses(
     launches: Launches, hosts: Hosts, fork_server: ForkServer, rank_pool: RankPool

@@ -100,6 +100,54 @@ def test_the_culprit_s_words_are_last_and_the_others_have_a_line(
         assert "in load_batch" in ended.stderr
 
 
+def test_where_a_signal_came_to_the_culprit_is_told(launches: Launches) -> None:
+    script = launches.script("""
+        import ctypes, os, time
+
+        def load_batch():
+            ctypes.string_at(0)
+
+        if os.environ["RANK"] == "1":
+            load_batch()
+        time.sleep(60)
+    """)
+    ended = launches.run("--nproc-per-node", "2", script)
+    assert ended.exit_code == 128 + signal.SIGSEGV
+    lines = told(ended)
+    assert "disttrain-launch: rank 0: stopped because rank 1 failed: Fatal Python error: Segmentation fault" in lines
+    assert any(line.startswith("      File ") and line.endswith(" in load_batch") for line in lines), ended.stderr
+    assert "Extension modules" not in ended.stderr
+
+
+SHARDED = """
+    import os, sys, torch
+    import disttrain
+    from disttrain.fsdp2 import fully_shard
+
+    disttrain.init_process_group(timeout=60)
+    model = fully_shard(torch.nn.Linear(4, 4))
+    for step in range(3):
+        if step == 2 and disttrain.get_rank() == 1:
+            sys.stdout.flush()
+            os._exit(int(sys.argv[1]))
+        model(torch.ones(2, 4)).sum().backward()
+"""
+
+
+def test_ranks_that_lose_another_in_a_forward_warn_of_nothing(forked_launches: Launches) -> None:
+    ended = forked_launches.run("--nproc-per-node", "3", forked_launches.script(SHARDED), "7")
+    assert ended.exit_code == 7
+    assert "ranks 0, 2: stopped because rank 1 failed: exit code 7" in ended.stderr
+    assert "Warning" not in ended.stderr
+    assert not [line for line in told(ended) if line.startswith("[rank")]
+
+
+def test_a_rank_that_left_too_early_with_0_is_named(forked_launches: Launches) -> None:
+    ended = forked_launches.run("--nproc-per-node", "3", forked_launches.script(SHARDED), "0")
+    assert ended.exit_code == 1
+    assert "\n    rank 1 had ended before, with exit code 0, and may have been waited for.\n" in ended.stderr
+
+
 def test_verbose_shows_all_of_them(forked_launches: Launches) -> None:
     script = forked_launches.script(FAILING)
     ended = forked_launches.run("--verbose", "--nproc-per-node", "2", script, "raise", "1")

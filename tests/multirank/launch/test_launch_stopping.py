@@ -243,6 +243,40 @@ def test_where_one_rank_asks_the_others_hear_of_it_with_their_first_question(
     assert forked_launches.end(process).exit_code == REQUEUE_EXIT_CODE
 
 
+@pytest.mark.parametrize("told", [0, 1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_node_whose_ranks_have_not_asked_yet_hears_of_it_where_another_node_asks(
+    forked_launches: Launches, port: int, number: int, told: int
+) -> None:
+    script = forked_launches.script("""
+        import os, sys, time
+        import disttrain
+        disttrain.init_process_group()
+        while disttrain.get_rank() == 0 and not os.path.exists("go"):
+            time.sleep(0.01)
+        num_steps = 0
+        is_told = disttrain.stop_requested()
+        while not is_told:
+            time.sleep(0.01)
+            num_steps += 1
+            if num_steps == 5:
+                print("asks", flush=True)
+            is_told = disttrain.stop_requested()
+        print("stops after", num_steps, flush=True)
+        sys.exit(disttrain.REQUEUE_EXIT_CODE)
+    """)
+    flags = ["--nnodes", "2", "--master-port", str(port)]
+    nodes = [forked_launches.start(*flags, "--node-rank", str(node), script) for node in range(2)]
+    assert forked_launches.ready(nodes[1], 1) == ["[rank 1] asks\n"]
+    time.sleep(0.2)  # The other rank hears in a thread that the first one asks.
+    nodes[told].send_signal(number)
+    time.sleep(0.5)  # nobody says when the launcher has heard it
+    (forked_launches.folder / "go").touch()
+    done = [forked_launches.end(node) for node in nodes]
+    assert [node.exit_code for node in done] == [REQUEUE_EXIT_CODE] * 2, [node.stderr for node in done]
+    assert done[0].lines[-1].split()[2:] == done[1].lines[-1].split()[2:]
+
+
 def test_a_node_that_leaves_has_the_others_save_first(
     forked_launches: Launches, undisturbed: Callable[[int], str], port: int
 ) -> None:

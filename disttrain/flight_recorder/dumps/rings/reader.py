@@ -81,6 +81,19 @@ def decode_ring(
     `marked_ns`: of records, by number, what their process knows of its device (`record/device/marks.py`).
     `progress`: likewise of recorded steps, by number (`record/device/graph_progress.py`).
     """
+    entries, version, num_counters, entries_at = _read_entries(data, Shared() if shared is None else shared)
+    slots = memoryview(data)[layout.slots_at(num_counters) : entries_at]
+    dump = entries.dump(data, num_counters, Slots.of(layout.records_in(slots, version)), marked_ns, progress)
+    return dump, entries.main_thread
+
+
+def sites_of(data: bytes) -> dict[int, CallSite]:
+    """The call sites in the bytes of a ring, by number. Raises FlightDumpError."""
+    return _read_entries(data, Shared())[0].sites
+
+
+def _read_entries(data: bytes, shared: Shared) -> tuple[_Entries, int, int, int]:
+    """The entries of a ring; its version, number of counters, and where the entries begin. Raises FlightDumpError."""
     if not data.startswith(layout.MAGIC):
         raise FlightDumpError("read_ring", "is not a ring of disttrain's flight recorder")
     try:
@@ -96,15 +109,13 @@ def decode_ring(
         )
     if entries_at != layout.entries_at(num_slots, num_counters, version) or len(data) < entries_at:
         raise FlightDumpError("read_ring", "is cut off in its head, or damaged")
-    entries = _Entries(Shared() if shared is None else shared)
+    entries = _Entries(shared)
     for entry in _unpacked(data, entries_at, entries.problems):
         try:
             entries.take(entry)
         except _WRONG as error:
             entries.problems.append(f"has an entry that cannot be ({type(error).__name__})")
-    slots = memoryview(data)[layout.slots_at(num_counters) : entries_at]
-    dump = entries.dump(data, num_counters, Slots.of(layout.records_in(slots, version)), marked_ns, progress)
-    return dump, entries.main_thread
+    return entries, version, num_counters, entries_at
 
 
 class Owner(NamedTuple):

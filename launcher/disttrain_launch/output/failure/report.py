@@ -64,6 +64,8 @@ def _failure(failed: Failed, *, is_verbose: bool) -> str:
     text += _who_failed(failed)
     if failed.returncode < 0 and (hint := _HINTS.get(-failed.returncode)):
         text += f"    {hint}\n"
+    if failed.left_before:
+        text += f"    {failed.left_before} had ended before, with exit code 0, and may have been waited for.\n"
     if failed.log_file:
         text += f"    its whole stderr: {Path(failed.log_file)}\n"
     return text

@@ -13,15 +13,16 @@ from collections.abc import Callable
 
 from disttrain_launch.output.streams.logs import Voice
 
-HOLD_S = 2.0
-"""The time that a process that prints its last traceback may take to end."""
+HOLD_S = 8.0
+"""How long a process that prints its last traceback may take to end: loaders of data, or GPUs, are let go of first."""
 MAX_HELD_BYTES = 1 << 20
 _BEGINS = re.compile(
-    rb"^(\[rank\d+\]: ?)?( *(\+ Exception Group )?Traceback \(most recent call last\):|terminate called )"
+    rb"^(\[rank\d+\]: ?)?( *(\+ Exception Group )?Traceback \(most recent call last\):|terminate called "
+    rb"|Fatal Python error: )"
     rb"|^(\[rank\d+\]:)?\[E\d{4} [\d:.]+ [\w/]+\.cpp:\d+\]",
     re.MULTILINE,
 )
-"""Of Python, of C++'s `std::terminate`, and of errors in torch's own log."""
+"""Of Python, of C++'s `std::terminate`, of `faulthandler`, and of errors in torch's own log."""
 _FRAME = re.compile(rb"^(\[rank\d+\]: ?)?frame #\d+: ")
 
 
