@@ -9,11 +9,11 @@ from typing import Any, Final, NamedTuple
 
 from torch import fx, nn
 
+from disttrain._python.made_classes import made_by
 from disttrain.console import write
 from disttrain.kernels.norms.modules import KERNEL_OF
 from disttrain.kernels.rewrite import rewritten
 from disttrain.kernels.tracing import Assumed, bare, is_as_traced, named_only
-from disttrain.made_classes import made_by
 
 
 class Replaced(NamedTuple):

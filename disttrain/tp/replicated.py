@@ -8,8 +8,8 @@ from typing import Any, cast
 from torch import nn
 from torch.func import functional_call
 
+from disttrain._python.made_classes import made_by
 from disttrain.dtensor import DTensor, Partial, Replicate, distribute_tensor
-from disttrain.made_classes import made_by
 from disttrain.mesh import DeviceMesh
 from disttrain.tp.styles import ParallelStyle
 

@@ -46,7 +46,7 @@ def recall(recorder: FlightRecorder, group_name: str, sequence: int) -> dict[str
 
 def recall_sites(content: bytes, called: Sequence[Sequence[tuple[int, str]]]) -> list[list[dict[str, Any]]]:
     """As `recall`, of calls by the numbers of their sites and their modules, in a ring of this content."""
-    from disttrain.flight_recorder.dumps.ring_reader import sites_of  # as above
+    from disttrain.flight_recorder.dumps.rings.reader import sites_of  # as above
 
     sites = sites_of(content)
     return [

@@ -18,9 +18,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from disttrain._python.made_classes import made_by
 from disttrain.arguments import arguments_of
 from disttrain.errors import ScheduleError
-from disttrain.made_classes import made_by
 from disttrain.pipelining.model.parts import Parts, estimated_costs, find_parts
 from disttrain.pipelining.model.stages import SplitModel, find_tied, wired
 from disttrain.pipelining.schedule.balance import BlockCosts, balance, check_boundaries

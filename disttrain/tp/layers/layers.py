@@ -11,11 +11,11 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
+from disttrain._python.made_classes import made_by
 from disttrain.autocast import is_within_autocast
 from disttrain.dtensor import DTensor, Partial, Placement, Replicate, Shard, Spec, StridedShard
 from disttrain.dtensor.local_part import spec_of
 from disttrain.errors import LayoutError
-from disttrain.made_classes import made_by
 from disttrain.tp.layers.axis import Axis
 from disttrain.tp.layers.columns import Column, Columns, columns
 from disttrain.tp.layers.exchange import exchange_for
