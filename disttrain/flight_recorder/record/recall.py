@@ -6,13 +6,12 @@ import math
 import sys
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from disttrain.flight_recorder.record.process.symbols import LIBRARIES, PACKAGE
 
 if TYPE_CHECKING:
     from disttrain.flight_recorder.record.record import CallSite
-    from disttrain.flight_recorder.record.recorder import FlightRecorder
 
 _ONE_SIZE: Final = {"all_reduce", "broadcast", "reduce", "gather"}
 """Operations whose inputs have as many elements on all ranks."""
@@ -30,7 +29,15 @@ _PARTS: Final = {
 """Those with several inputs, alike on all ranks one by one."""
 
 
-def recall(recorder: FlightRecorder, group_name: str, sequence: int) -> dict[str, Any] | None:
+class HasRing(Protocol):
+    """A recorder."""
+
+    def content(self) -> bytes:
+        """As `FlightRecorder.content`."""
+        ...
+
+
+def recall(recorder: HasRing, group_name: str, sequence: int) -> dict[str, Any] | None:
     """`fields` that are alike on all ranks where all is well, and `text`; None for what is not on record."""
     # Here: what reads rings takes longer to load than all of a world's start.
     from disttrain.flight_recorder.dumps.expanding import expanded
