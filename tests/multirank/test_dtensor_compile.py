@@ -280,6 +280,7 @@ def test_uneven_parts_are_right_for_every_size() -> None:
         check_sizes("eager", [Shard(1)], [(3, 5), (5, 7), (4, 6), (2, 1)])
 
 
+@pytest.mark.sweep(0)
 @on_ranks(3, timeout_s=110)
 def test_graphs_of_uneven_parts_serve_other_sizes() -> None:
     torch._dynamo.reset()
