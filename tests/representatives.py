@@ -21,7 +21,7 @@ import pytest
 
 OPTION = "--representatives"
 
-MAX_CASES = 4
+MAX_CASES = 3
 """Of a test without a mark."""
 
 

@@ -50,7 +50,7 @@ def judge(name: str, seen: Counter[str], num_tried: int = 0) -> Summary:
     return judged(info_named(name), num_tried, seen, MAX_CALLS)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", SAMPLED)
 def test_signatures_are_true(name: str) -> None:
     summary = judge(name, _SEEN)
