@@ -102,6 +102,7 @@ def undisturbed(forked_launches: Launches, losses: dict[int, str]) -> Callable[[
     return run
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_whenever_and_however_it_is_told_no_step_is_lost_or_done_twice(
     forked_launches: Launches, undisturbed: Callable[[int], str], num_ranks: int
@@ -147,6 +148,7 @@ def test_a_notice_within_a_save_loses_no_step(
     assert (folder / "losses").read_text() == undisturbed(2)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["SIGTERM to the launcher", "SIGTERM to a rank"])
 def test_of_two_nodes_one_need_be_told(
     forked_launches: Launches, undisturbed: Callable[[int], str], port: int, name: str
@@ -161,6 +163,7 @@ def test_of_two_nodes_one_need_be_told(
     assert (folder / "losses").read_text() == undisturbed(2)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_notice_before_the_first_step_is_heard_after_it(
     forked_launches: Launches, undisturbed: Callable[[int], str], number: int
