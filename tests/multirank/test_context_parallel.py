@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.exc import Unsupported
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention as imported_by_name
 from torch.utils.checkpoint import checkpoint
 
 import disttrain
+from disttrain.compiling import compile_blocks
 from disttrain.context_parallel import context_parallel, context_parallel_unshard, set_rotate_method
 from disttrain.errors import ArgumentError, DisttrainError, LayoutError, MeshError, RankMismatchError, ShapeError
 from disttrain.kernels import Causal, attention
@@ -237,6 +242,56 @@ def test_a_backward_behind_the_block_computes_anew_across_ranks(reentrant: bool)
     # What was checkpointed elsewhere stays as it was.
     [grad] = torch.autograd.grad(checkpoint(attend, x, use_reentrant=False).square().sum(), x)
     torch.testing.assert_close(grad, expected)
+
+
+class Projected(nn.Module):
+    """Attention as models write it, with a method of Tensor that is written in Python."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 2 * width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in self.qkv(x).split([16, 8, 8], -1))
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return x + self.out(attended.transpose(1, 2).flatten(-2))
+
+
+@on_ranks(2)
+def test_compiled_blocks_that_are_checkpointed() -> None:
+    mesh = axis()
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    reference = nn.Sequential(Projected(), Projected()).double()
+    model = copy.deepcopy(reference)
+    compile_blocks(model, fullgraph=False, backend="aot_eager")
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+    expected = reference(x)
+    expected.square().sum().backward()
+    part = x.clone()
+    with context_parallel(mesh, buffers=[part], buffer_seq_dims=[1]):
+        hidden = part.clone().requires_grad_()
+        for block in model:
+            hidden = checkpoint(block, hidden, use_reentrant=False)
+        hidden.square().sum().backward()
+        [whole] = context_parallel_unshard(mesh, [hidden], [1])
+    torch.testing.assert_close(whole, expected)
+    for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert parameter.grad is not None
+        disttrain.all_reduce(parameter.grad)
+        torch.testing.assert_close(parameter.grad, other.grad)
+
+
+@on_ranks(2)
+def test_what_no_graph_holds_is_said() -> None:
+    mesh, x = axis(), torch.randn(1, 2, 6, 16)
+    block = torch.compile(lambda x: F.scaled_dot_product_attention(x, x, x), backend="eager", fullgraph=True)
+    with context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
+        with pytest.raises(Unsupported, match=r"exchanges keys between graphs\. Give fullgraph=False"):
+            block(x)
+        with pytest.raises(Unsupported, match="flex_attention: its masks and scores are functions of places"):
+            flex_attention(x, x, x)
+    disttrain.barrier()
 
 
 @on_ranks(2)

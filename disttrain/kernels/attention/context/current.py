@@ -56,7 +56,7 @@ def using(parts: Parts, axis: DeviceMesh, way: str | None = None, within: Mask |
         del ENTERED[place]
 
 
-@outside_graphs
+@between_graphs
 def current_cut() -> Cut | None:
     """The cut of the innermost block that this rank is in."""
     if not ENTERED:

@@ -18,7 +18,9 @@ class Joined:
 
     def __init__(self, query: torch.Tensor, value_dim: int) -> None:
         wide, shape = wide_dtype(query.dtype), query.shape[:3]
-        self.out = query.new_zeros((*shape, value_dim), dtype=wide)
+        # Position by position, as torch's kernels have it: models then take all heads together without a copy, which
+        # would be kept beside this.
+        self.out = query.new_zeros((shape[0], shape[2], shape[1], value_dim), dtype=wide).transpose(1, 2)
         self.lse = query.new_full(shape, -torch.inf, dtype=wide)
 
     def add(self, queries: range, out: torch.Tensor, lse: torch.Tensor) -> None:
