@@ -59,9 +59,8 @@ class ProcessGroup:
         self.group_rank = cast(int, ranks.position(world.rank))
         self.group_size = len(ranks)
         self.timeout_s = timeout_s
-        self.sequence = 0
+        self.sequence = self.waiting_in = 0
         self.last_operation = ""
-        self.waiting_in = 0
         self.num_refused: dict[int, int] = {}
         self.coalesced: list[Work] | None = None
         self.axis_name = ""
@@ -89,9 +88,8 @@ class ProcessGroup:
         self.costs_of_mesh: dict[Any, Any] = {}
         """As all ranks of a mesh know it along both axes, of which this is the first; by the ranks of the second."""
         self.peer_memory: Any = None
-        """Memory that its ranks share, once somebody has asked for it (`peers/memory.py`)."""
         self.peer_slots: Any = None
-        """As it is for attention in a ring (`kernels/attention/context/peers.py`)."""
+        """Memory that its ranks share, and what attention in a ring has of it, once somebody has asked for it."""
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -220,42 +220,6 @@ def test_bytes_are_the_plans() -> None:
                 assert (bytes_of(there), bytes_of(back)) == (forward + kept, backward + kept)
 
 
-def kept_bytes(num_ranks: int, way: str | None) -> int:
-    """Of what a rank of so many keeps of 60 positions of its own for backward."""
-    kept: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        held.append(tensor)
-        return tensor
-
-    held: list[torch.Tensor] = []
-
-    def body() -> None:
-        axis = axis_of_all()
-        parts = mirrored(60 * num_ranks, num_ranks)
-        weight = torch.ones(32, 32, requires_grad=True)
-        leaves = [torch.randn(BATCH, 60, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
-        if axis.get_local_rank() > 0:
-            attention(*(leaf.transpose(1, 2) for leaf in leaves), Causal(), axis=axis, parts=parts, way=way)
-            return
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            own = [leaf.transpose(1, 2) for leaf in leaves]
-            attended = attention(*own, Causal(), axis=axis, parts=parts, way=way)
-            _ = attended.transpose(1, 2).flatten(-2) @ weight
-
-    run_threads(num_ranks, body)
-    return sum(kept.values())
-
-
-def test_a_rank_keeps_what_it_would_of_a_shorter_sequence() -> None:
-    alone = kept_bytes(1, None)
-    for num_ranks in (2, 3):
-        for way in ("ring", "gather"):
-            assert kept_bytes(num_ranks, way) == alone
-
-
 def own_bytes(own: list[torch.Tensor], num_ranks: int) -> int:
     """Of a rank's share of the heads of its own positions, of queries, keys, values and results."""
     query, _, value = own

@@ -16,8 +16,11 @@ from torch.utils.checkpoint import checkpoint
 import disttrain
 from disttrain.compiling import compile_blocks
 from disttrain.context_parallel import context_parallel, context_parallel_unshard, set_rotate_method
+from disttrain.context_parallel.attending import attending
 from disttrain.errors import ArgumentError, DisttrainError, LayoutError, MeshError, RankMismatchError, ShapeError
-from disttrain.kernels import Causal, attention
+from disttrain.kernels import Causal, Documents, attention
+from disttrain.kernels.attention.context.current import state_of_block
+from disttrain.kernels.attention.context.parts import mirrored
 from disttrain.testing import run_threads
 from disttrain.testing.pytest_plugin import on_ranks
 
@@ -222,6 +225,32 @@ def test_ranks_that_are_threads_leave_in_any_order() -> None:
 
     run_threads(3, body)
     assert F.scaled_dot_product_attention is before
+
+
+def test_recorded_steps_tell_cuts_apart() -> None:
+    """By a state that is alike for the same cut, and keeps no documents alive."""
+
+    def body() -> None:
+        mesh, ids = axis(), torch.arange(6) // 3
+        documents = [Documents(ids), Documents(ids)]
+        states = []
+        for length, way, within in (
+            *[(6, None, None)] * 2,
+            *[(6, None, documents[0])] * 2,
+            (6, None, documents[1]),
+            (8, None, None),
+            (6, "ring", None),
+        ):
+            with attending(mirrored(length, 2), mesh, way, within):
+                states.append(state_of_block())
+        assert state_of_block() is None
+        assert states[0] == states[1]
+        assert states[2] == states[3]
+        assert len({*states}) == 5
+        del documents, within
+        assert states[2] != states[4]
+
+    run_threads(2, body)
 
 
 @on_ranks(2, 3)
