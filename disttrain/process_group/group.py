@@ -58,9 +58,8 @@ class ProcessGroup:
         self.group_rank = cast(int, ranks.position(world.rank))
         self.group_size = len(ranks)
         self.timeout_s = timeout_s
-        self.sequence = 0
+        self.sequence = self.waiting_in = 0
         self.last_operation = ""
-        self.waiting_in = 0
         self.num_refused: dict[int, int] = {}
         self.num_agreed: dict[int, int] = {}
         self.coalesced: list[Work] | None = None
@@ -89,7 +88,7 @@ class ProcessGroup:
         """As all ranks of a mesh know it along both axes, of which this is the first; by the ranks of the second."""
         self.peer_memory: Any = None
         self.peer_slots: Any = None
-        """Memory that its ranks share, once somebody asked for it; of rings of keys (`context/peers.py`)."""
+        """Memory that its ranks share, and what attention in a ring has of it, once somebody has asked for it."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
