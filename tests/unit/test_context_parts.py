@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disttrain.kernels import Causal, Documents, Prefix, SlidingWindow
-from disttrain.kernels.attention.context.cut import plan_cut
 from disttrain.kernels.attention.context.parts import Parts, by_document, by_window, contiguous, mirrored
-from disttrain.kernels.attention.context.tiles import Tiles, tiles_of
+from disttrain.kernels.attention.context.planning.cut import plan_cut
+from disttrain.kernels.attention.context.planning.tiles import Tiles, tiles_of
 from disttrain.kernels.attention.rules import Rule, ScoreIndices, seen
 
 

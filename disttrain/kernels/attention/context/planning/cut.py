@@ -16,7 +16,7 @@ import torch
 
 from disttrain.errors import ShapeError
 from disttrain.kernels.attention.context.parts import Parts, by_document, by_window, contiguous, mirrored
-from disttrain.kernels.attention.context.tiles import on_host
+from disttrain.kernels.attention.context.planning.tiles import on_host
 from disttrain.kernels.attention.rules import (
     BLOCK_SIZE,
     Blocks,
