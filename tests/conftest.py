@@ -91,9 +91,7 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
         return
     stack = ExitStack()
     config.add_cleanup(stack.close)
-    # hypothesis settles how many examples a test has when it is loaded.
-    options = ["--representatives"] if config.getoption("--representatives") else []
-    address = stack.enter_context(listening("tests", *options, *config.args))
+    address = stack.enter_context(listening("tests", *config.args))
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         for server in addresses(config)["torch"]:
             ForkServer(server).close()  # They load meanwhile.

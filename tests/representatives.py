@@ -17,16 +17,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-import hypothesis
 import pytest
 
 OPTION = "--representatives"
 
-MAX_CASES = 6
+MAX_CASES = 3
 """Of a test without a mark."""
-
-NUM_EXAMPLES = 25
-"""Those that hypothesis draws for a test which doesn't say how many; without the option, a hundred."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,9 +31,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "sweep(cases): with --representatives, so many of the test's cases are enough")
-    if config.getoption(OPTION):
-        hypothesis.settings.register_profile("representatives", hypothesis.settings(), max_examples=NUM_EXAMPLES)
-        hypothesis.settings.load_profile("representatives")
 
 
 @pytest.hookimpl(trylast=True)

@@ -15,6 +15,7 @@ WRITTEN = ROOT / "disttrain" / "absent_names.txt"
 PARTS = {
     "torch.distributed": "disttrain",
     "torch.distributed.tensor": "disttrain.dtensor",
+    "torch.distributed.tensor.experimental._attention": "disttrain.context_parallel",
     "torch.distributed.fsdp": "disttrain.fsdp2",
     "torch.distributed.tensor.parallel": "disttrain.tp",
     "torch.distributed.pipelining": "disttrain.pipelining",

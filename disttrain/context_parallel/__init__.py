@@ -11,6 +11,7 @@ from disttrain.context_parallel.context import context_parallel, context_paralle
 from disttrain.context_parallel.positions import own_positions
 from disttrain.kernels.attention.context.parts import Parts
 from disttrain.kernels.attention.context.planning.cut import CutPlan, plan_cut
+from disttrain.lazy_names import answering
 
 __all__ = [
     "CutBatch",
@@ -23,3 +24,5 @@ __all__ = [
     "plan_cut",
     "set_rotate_method",
 ]
+
+__getattr__ = answering(__name__)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch.utils.checkpoint
+from torch._higher_order_ops.flex_attention import flex_attention
 
+FLEX: Final = flex_attention
+"""What torch's flex_attention calls, also where it is compiled."""
 Function = Callable[..., Any]
 
 

@@ -15,17 +15,17 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from inspect import signature
 from threading import Lock
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from disttrain.context_parallel._torch import checkpointing
+from disttrain.context_parallel._torch import FLEX, checkpointing
 from disttrain.context_parallel.faults import refuse, refuse_dropout, refuse_mask
 from disttrain.context_parallel.pretrained import attention_of_transformers
 from disttrain.kernels import Causal, attention
-from disttrain.kernels.attention.context.current import current_cut, using
+from disttrain.kernels.attention.context.current import between_graphs, current_cut, using
 from disttrain.kernels.attention.context.parts import Parts
 from disttrain.kernels.attention.rules import Mask, Rule, Rules
 from disttrain.mesh import DeviceMesh
@@ -33,6 +33,7 @@ from disttrain.process_group._torch import outside_graphs, run_outside
 
 NAME: Final = "scaled_dot_product_attention"
 _TORCHS: Final = F.scaled_dot_product_attention
+_UNFLATTEN: Final = torch.Tensor.unflatten
 _SIGNATURE_OF_HEADS: Final = signature(F.multi_head_attention_forward)
 
 
@@ -89,6 +90,11 @@ class _Mode(TorchFunctionMode):
             _check_heads(*args, **kwargs or {})
             # To Dynamo it is one call, which it would make with tensors that have no values.
             return run_outside(partial(func, *args, **kwargs or {}))
+        if func is FLEX:
+            _refuse_flex()
+        if func is _UNFLATTEN:
+            # Dynamo knows it as a method alone, and would break the graph.
+            return args[0].unflatten(*args[1:], **kwargs or {})
         return func(*args, **kwargs or {})
 
 
@@ -106,6 +112,18 @@ def _replacing() -> Iterator[None]:
         F.scaled_dot_product_attention = before
 
 
+_FLEX_FAULT: Final = "its masks and scores are functions of places, of which a rank has its own alone"
+_FLEX_REMEDY: Final = (
+    "Call disttrain.kernels.attention with rules, such as Causal() & SlidingWindow(size) & SoftCap(cap)."
+)
+
+
+# flex_attention compiles itself, and Dynamo shows the reason.
+@partial(outside_graphs, reason=f"positions are cut over ranks, and flex_attention: {_FLEX_FAULT}. {_FLEX_REMEDY}")
+def _refuse_flex() -> NoReturn:
+    refuse("flex_attention", f"{_FLEX_FAULT}.", _FLEX_REMEDY)
+
+
 def _within_the_same_block(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function of a checkpoint, which a backward behind the block computes anew."""
     cut = current_cut()
@@ -121,7 +139,7 @@ def _within_the_same_block(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-@outside_graphs
+@between_graphs
 def _attended_here(*args: Any, **kwargs: Any) -> torch.Tensor:
     return attended_across(*args, within=_within(), **kwargs)
 

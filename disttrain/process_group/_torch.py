@@ -28,7 +28,14 @@ def keep_dynamo_out(*functions: Any) -> None:
         eval_frame.set_code_exec_strategy(function.__code__, leave)
 
 
-def outside_graphs(function: _Function) -> _Function:
+_IN_PLACE: Final = (
+    "of disttrain's collectives that write in place, a graph holds all_reduce, broadcast, all_gather of equal parts, "
+    "all_gather_into_tensor, reduce_scatter_tensor and all_to_all_single, all without async_op. Call others outside of "
+    "the compiled function, or take one of disttrain.process_group.functional"
+)
+
+
+def outside_graphs(function: _Function, reason: str = _IN_PLACE) -> _Function:
     """`function`, which Dynamo does not read: it breaks the graph there, or says why where there must be one graph.
 
     torch.compiler.disable would load Dynamo, and take time at every call.
@@ -36,11 +43,7 @@ def outside_graphs(function: _Function) -> _Function:
     keep_dynamo_out(function)
     marked: Any = function
     marked._torchdynamo_disable = True
-    marked._torchdynamo_disable_msg = (
-        "of disttrain's collectives that write in place, a graph holds all_reduce, broadcast, all_gather of equal "
-        "parts, all_gather_into_tensor, reduce_scatter_tensor and all_to_all_single, all without async_op. Call others "
-        "outside of the compiled function, or take one of disttrain.process_group.functional"
-    )
+    marked._torchdynamo_disable_msg = reason
     return function
 
 

@@ -33,15 +33,14 @@ DROPPED_S: Final = 5.0
 class ProcessGroup:
     """Ranks that call collectives together.
 
-    Attributes: `world`; `members`, the global ranks in group order, which `ranks` lists; `group_rank` and `group_size`;
+    Attributes: `world`; `members`, the global ranks in group order, which `ranks` lists; `group_rank`, `group_size`;
     `group_name`, alike on all members and derived from the ranks alone; `timeout_s`; `sequence`, the number of
-    collectives issued so far, and `last_operation`, the last one's name; `num_refused`, by sequence number, how often
-    this rank has raised in place of that collective; `waiting_in`, the collective that the host waits for, or has
-    waited for last; `coalesced`, what was called within `coalescing_manager`, None outside; `axis_name`, of the first
-    mesh axis that it was made for, if any; `spans_hosts`, once `leaves_host` has found it out; `barrier_device`, where
-    barriers run: on this rank's GPU with NCCL, so that they also wait for queued kernels.
-    Transports are made by the first collective on a device type, which connects the members and nobody else; those that
-    have not come to it connect beside what they do (`joining/connecting.py`).
+    collectives issued so far, and `last_operation`, the last one's name; by sequence number, `num_refused`, how often
+    this rank has raised in place of that collective, and `num_agreed`, recorded what follows it; `waiting_in`, the
+    one that the host waits for, or has waited for last; `coalesced`, what was called within `coalescing_manager`;
+    `axis_name`, of its first mesh axis; `spans_hosts`, once it is known; `barrier_device`, this rank's GPU with NCCL.
+    Transports are made by the first collective on a device type; members that have not come to it connect beside what
+    they do (`joining/connecting.py`).
     """
 
     def __init__(
@@ -59,9 +58,8 @@ class ProcessGroup:
         self.group_rank = cast(int, ranks.position(world.rank))
         self.group_size = len(ranks)
         self.timeout_s = timeout_s
-        self.sequence = 0
+        self.sequence = self.waiting_in = 0
         self.last_operation = ""
-        self.waiting_in = 0
         self.num_refused: dict[int, int] = {}
         self.num_agreed: dict[int, int] = {}
         self.coalesced: list[Work] | None = None
@@ -90,7 +88,7 @@ class ProcessGroup:
         """As all ranks of a mesh know it along both axes, of which this is the first; by the ranks of the second."""
         self.peer_memory: Any = None
         self.peer_slots: Any = None
-        """Memory that its ranks share, once somebody asked for it; of rings of keys (`context/peers.py`)."""
+        """Memory that its ranks share, and what attention in a ring has of it, once somebody has asked for it."""
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -39,6 +39,7 @@ def test_it_has_all_files(wheel: Path) -> None:
     assert {f"{name}/py.typed" for name in PACKAGES} <= packed
 
 
+@pytest.mark.sweep(0)
 def test_its_programs_run_elsewhere(wheel: Path, tmp_path: Path) -> None:
     """`make wheels` follows all of docs/tutorial.md with them."""
     variables = new_environment(tmp_path / "environment", wheel)

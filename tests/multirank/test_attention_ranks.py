@@ -43,7 +43,7 @@ def assert_as_a_whole(
     return found
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("heads", [(6, 6), (4, 4), (6, 2), (6, 1), (4, 2), (2, 2)])
 def test_heads_cut(heads: tuple[int, int]) -> None:

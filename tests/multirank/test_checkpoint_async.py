@@ -244,6 +244,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_writer_finishes_what_its_dead_trainer_gave_it(tmp_path: Path, signal_number: int) -> None:
     storage = GatedStorage(str(tmp_path / "gate"))

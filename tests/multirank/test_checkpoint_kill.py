@@ -26,6 +26,7 @@ def test_a_killed_save_leaves_the_old_state_or_the_new(tmp_path: Path, how: str)
     assert outcomes["lived"] >= (2 if how == "steps" else 1)  # as many as die at each of their operations in turn
 
 
+@pytest.mark.sweep(0)
 def test_killed_training_and_killed_writers_leave_the_old_state_or_the_new(
     fork_server: ForkServer, tmp_path: Path
 ) -> None:

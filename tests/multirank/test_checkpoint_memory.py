@@ -203,7 +203,7 @@ def fail_to_save(root: str, step: int, victim: int, fails_at: int, how: str) -> 
     return []
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.sweep(0)
 @pytest.mark.timeout(300)  # it starts ranks anew as often as a save has operations
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_writer_killed_at_each_operation_leaves_a_whole_save(

@@ -78,6 +78,7 @@ def load_sharded(path: str, seed: int) -> None:
             assert torch.equal(state[f"{dtype}{list(shape)}"].full_tensor(), whole(shape, dtype)), (shape, dtype)
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("seed", range(3))
 def test_any_mesh_loads_what_any_mesh_saved(rank_pool: RankPool, tmp_path: Path, seed: int) -> None:
     """4 -> 2 -> 3 -> 1 -> 4 ranks, each with placements of its own."""

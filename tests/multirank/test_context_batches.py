@@ -152,11 +152,15 @@ def pretrained(name: str) -> Any:
     if name == "qwen2":
         window = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
         return hf.Qwen2ForCausalLM(hf.Qwen2Config(**sizes, **window)).double()
+    if name == "gemma3":
+        kinds = ["sliding_attention", "full_attention"]
+        own = {"head_dim": 8, "sliding_window": 3, "layer_types": kinds, "query_pre_attn_scalar": 8}
+        return hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**sizes, **own)).double()
     return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, attn_implementation=name)).double()
 
 
 @on_ranks(2, 3, timeout_s=100)
-@pytest.mark.parametrize("name", ["sdpa", "eager", "qwen2"])
+@pytest.mark.parametrize("name", ["sdpa", "eager", "qwen2", "gemma3"])
 def test_models_of_transformers_train_as_they_are(name: str) -> None:
     mesh, tokens = axis(), rows(11)
     reference, model = pretrained(name), pretrained(name)

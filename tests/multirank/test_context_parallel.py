@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.exc import Unsupported
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention as imported_by_name
 from torch.utils.checkpoint import checkpoint
 
 import disttrain
+from disttrain.compiling import compile_blocks
 from disttrain.context_parallel import context_parallel, context_parallel_unshard, set_rotate_method
+from disttrain.context_parallel.attending import attending
 from disttrain.errors import ArgumentError, DisttrainError, LayoutError, MeshError, RankMismatchError, ShapeError
-from disttrain.kernels import Causal, attention
+from disttrain.kernels import Causal, Documents, attention
+from disttrain.kernels.attention.context.current import state_of_block
+from disttrain.kernels.attention.context.parts import mirrored
 from disttrain.testing import run_threads
 from disttrain.testing.pytest_plugin import on_ranks
 
@@ -219,6 +227,32 @@ def test_ranks_that_are_threads_leave_in_any_order() -> None:
     assert F.scaled_dot_product_attention is before
 
 
+def test_recorded_steps_tell_cuts_apart() -> None:
+    """By a state that is alike for the same cut, and keeps no documents alive."""
+
+    def body() -> None:
+        mesh, ids = axis(), torch.arange(6) // 3
+        documents = [Documents(ids), Documents(ids)]
+        states = []
+        for length, way, within in (
+            *[(6, None, None)] * 2,
+            *[(6, None, documents[0])] * 2,
+            (6, None, documents[1]),
+            (8, None, None),
+            (6, "ring", None),
+        ):
+            with attending(mirrored(length, 2), mesh, way, within):
+                states.append(state_of_block())
+        assert state_of_block() is None
+        assert states[0] == states[1]
+        assert states[2] == states[3]
+        assert len({*states}) == 5
+        del documents, within
+        assert states[2] != states[4]
+
+    run_threads(2, body)
+
+
 @on_ranks(2, 3)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_backward_behind_the_block_computes_anew_across_ranks(reentrant: bool) -> None:
@@ -237,6 +271,56 @@ def test_a_backward_behind_the_block_computes_anew_across_ranks(reentrant: bool)
     # What was checkpointed elsewhere stays as it was.
     [grad] = torch.autograd.grad(checkpoint(attend, x, use_reentrant=False).square().sum(), x)
     torch.testing.assert_close(grad, expected)
+
+
+class Projected(nn.Module):
+    """Attention as models write it, with a method of Tensor that is written in Python."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 2 * width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in self.qkv(x).split([16, 8, 8], -1))
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return x + self.out(attended.transpose(1, 2).flatten(-2))
+
+
+@on_ranks(2)
+def test_compiled_blocks_that_are_checkpointed() -> None:
+    mesh = axis()
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    reference = nn.Sequential(Projected(), Projected()).double()
+    model = copy.deepcopy(reference)
+    compile_blocks(model, fullgraph=False, backend="aot_eager")
+    x = torch.randn(2, 7, 16, dtype=torch.float64)
+    expected = reference(x)
+    expected.square().sum().backward()
+    part = x.clone()
+    with context_parallel(mesh, buffers=[part], buffer_seq_dims=[1]):
+        hidden = part.clone().requires_grad_()
+        for block in model:
+            hidden = checkpoint(block, hidden, use_reentrant=False)
+        hidden.square().sum().backward()
+        [whole] = context_parallel_unshard(mesh, [hidden], [1])
+    torch.testing.assert_close(whole, expected)
+    for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert parameter.grad is not None
+        disttrain.all_reduce(parameter.grad)
+        torch.testing.assert_close(parameter.grad, other.grad)
+
+
+@on_ranks(2)
+def test_what_no_graph_holds_is_said() -> None:
+    mesh, x = axis(), torch.randn(1, 2, 6, 16)
+    block = torch.compile(lambda x: F.scaled_dot_product_attention(x, x, x), backend="eager", fullgraph=True)
+    with context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]):
+        with pytest.raises(Unsupported, match=r"exchanges keys between graphs\. Give fullgraph=False"):
+            block(x)
+        with pytest.raises(Unsupported, match="flex_attention: its masks and scores are functions of places"):
+            flex_attention(x, x, x)
+    disttrain.barrier()
 
 
 @on_ranks(2)

@@ -1,4 +1,5 @@
-"""A ring whose keys are written to others' memory, by ranks that are threads: the values of one process."""
+"""A ring whose keys are written to others' memory, by ranks that are threads: the values of one process; and what a
+rank keeps."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 import disttrain
-from disttrain.kernels import attention
+from disttrain.kernels import Causal, attention
 from disttrain.kernels.attention.context.operator import plan_of
 from disttrain.kernels.attention.context.parts import Parts, by_document, contiguous, mirrored
 from disttrain.kernels.attention.context.peers import PeerSlots
@@ -96,3 +97,39 @@ def test_one_run_ends_early() -> None:
 
     for num_ranks in (2, 3):
         run_threads(num_ranks, body, Host(num_ranks))
+
+
+def kept_bytes(num_ranks: int, way: str | None) -> int:
+    """Of what a rank of so many keeps of 60 positions of its own for backward."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        held.append(tensor)
+        return tensor
+
+    held: list[torch.Tensor] = []
+
+    def body() -> None:
+        axis = disttrain.init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("cp",))
+        parts = mirrored(60 * num_ranks, num_ranks)
+        weight = torch.ones(32, 32, requires_grad=True)
+        leaves = [torch.randn(2, 60, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
+        if axis.get_local_rank() > 0:
+            attention(*(leaf.transpose(1, 2) for leaf in leaves), Causal(), axis=axis, parts=parts, way=way)
+            return
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            own = [leaf.transpose(1, 2) for leaf in leaves]
+            attended = attention(*own, Causal(), axis=axis, parts=parts, way=way)
+            _ = attended.transpose(1, 2).flatten(-2) @ weight
+
+    run_threads(num_ranks, body)
+    return sum(kept.values())
+
+
+def test_a_rank_keeps_what_it_would_of_a_shorter_sequence() -> None:
+    alone = kept_bytes(1, None)
+    for num_ranks in (2, 3):
+        for way in ("ring", "gather"):
+            assert kept_bytes(num_ranks, way) == alone

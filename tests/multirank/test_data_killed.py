@@ -67,6 +67,7 @@ def attempt(folder: Path, num_ranks: int) -> Iterator[tuple[int, list[int], floa
         yield rows[0]["step"], [sample for row in rows for sample in row["samples"]], rows[0]["loss"]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("kind", ["tokens", "streams"])
 def test_what_is_trained_on_does_not_depend_on_kills_nor_on_the_number_of_ranks(
     fork_server: ForkServer, tmp_path: Path, kind: str

@@ -120,6 +120,7 @@ def test_steps_on_ranks_are_the_single_processes() -> None:
     check_steps((2,), "aot_eager", [Replicate()], (4, 6))
 
 
+@pytest.mark.sweep(0)
 @on_ranks(4, timeout_s=110)
 def test_steps_on_a_mesh_of_two_axes() -> None:
     torch._dynamo.reset()
@@ -264,6 +265,7 @@ def test_one_graph_serves_all_sizes() -> None:
         assert check_sizes("aot_eager", [Shard(1)], sizes, marked=True) == [1, 1, 1, 1]
 
 
+@pytest.mark.sweep(0)
 @on_ranks(2, timeout_s=110)
 def test_a_size_of_one_has_a_graph_of_its_own() -> None:
     """Of 4 rows 3 remain, so that the second rank has one."""
@@ -280,6 +282,7 @@ def test_uneven_parts_are_right_for_every_size() -> None:
         check_sizes("eager", [Shard(1)], [(3, 5), (5, 7), (4, 6), (2, 1)])
 
 
+@pytest.mark.sweep(0)
 @on_ranks(3, timeout_s=110)
 def test_graphs_of_uneven_parts_serve_other_sizes() -> None:
     torch._dynamo.reset()

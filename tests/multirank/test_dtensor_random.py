@@ -83,6 +83,7 @@ def drawn_twice(draw: Draw, x: torch.Tensor, generator: torch.Generator | None) 
     return results
 
 
+@pytest.mark.sweep(1)
 @on_ranks(3, 4)
 def test_draws() -> None:
     mesh = mesh_of_all()

@@ -166,6 +166,7 @@ def test_checkpoint(run: Run, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 
 
+@pytest.mark.sweep(0)
 def test_huggingface(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs transformers")
     losses = {}

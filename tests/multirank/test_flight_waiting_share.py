@@ -49,7 +49,8 @@ def _steps() -> tuple[float, dict[str, Any]]:
     return share, summary
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("world_size", [2, 1])
 def test_the_share_is_a_stopwatch_s(rank_pool: RankPool, world_size: int) -> None:
     found = rank_pool.run(world_size, _steps)
     summary = found[0][1]

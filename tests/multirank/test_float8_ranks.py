@@ -270,6 +270,7 @@ def test_cut_layers_and_cut_ones_sharded(recipe: str) -> None:
     check_cut(recipe, is_compiled=False)
 
 
+@pytest.mark.sweep(0)
 @on_ranks(2)
 def test_compiled_cut_layers() -> None:
     check_cut("tensorwise", is_compiled=True)

@@ -161,7 +161,7 @@ def assert_alike_on_threads(monkeypatch: pytest.MonkeyPatch, whole: nn.Module, *
     run_threads(3, lambda: assert_alike(lambda: whole, *names, **options))
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_precision_and_memory(monkeypatch: pytest.MonkeyPatch, options: str) -> None:
     names = HALVES[list(OPTIONS).index(options) % 2]
@@ -172,7 +172,7 @@ def test_sharded_parts_of_sharded_modules(monkeypatch: pytest.MonkeyPatch) -> No
     assert_alike_on_threads(monkeypatch, Nested())
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.sweep(0)
 @on_ranks(4)
 @pytest.mark.parametrize("after", [None, 2])
 def test_copies_and_parts_kept(after: int | None) -> None:
@@ -180,6 +180,7 @@ def test_copies_and_parts_kept(after: int | None) -> None:
     assert_alike(Odd, *HALVES[after is None], mesh=mesh, reshard_after_forward=after, mp_policy=BF16)
 
 
+@pytest.mark.sweep(0)
 @on_ranks(3)
 def test_parameters_that_say_what_is_gathered_of_them() -> None:
     assert_alike(with_halves, mp_policy=BF16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import reduce
 
+import pytest
 import torch
 
 import disttrain
@@ -42,6 +43,7 @@ def chained(tensor: torch.Tensor) -> Outputs:
     return part + 1, gathered.cos(), F.all_reduce(part, "avg") - part
 
 
+@pytest.mark.sweep(0)
 @on_ranks(2, timeout_s=110)
 def test_values_are_those_of_the_program_as_written() -> None:
     rank = disttrain.get_rank()

@@ -14,7 +14,7 @@ from torch import nn
 import disttrain
 from disttrain.checkpoint import StateDictOptions, set_model_state_dict
 from disttrain.dtensor import Partial, Replicate, Shard, distribute_tensor
-from disttrain.errors import HalfMovedError, MeshError, ShapeError
+from disttrain.errors import HalfMovedError, LayoutError, MeshError, ShapeError
 from disttrain.fsdp2 import fully_shard
 from disttrain.process_group.beside.torch_callers import OURS, PRIVATE_NAMES
 from disttrain.testing.pytest_plugin import on_ranks
@@ -211,12 +211,14 @@ def test_a_description_of_a_mesh_that_a_script_makes_is_no_function_of_torchs() 
 
 
 @on_ranks(2)
-def test_of_a_sharded_model_ddp_and_whole_state_dicts_say_what_to_do() -> None:
+def test_of_a_sharded_model_it_is_said_what_to_do_where_its_shards_will_not_do() -> None:
     model = fully_shard(nn.Linear(4, 4))
     with pytest.raises(ShapeError, match="A model that fully_shard has sharded needs no DistributedDataParallel"):
         nn.parallel.DistributedDataParallel(model)
     with pytest.raises(RuntimeError, match=r"set_model_state_dict\(model, state, options=StateDictOptions\(full_state"):
         model.load_state_dict(nn.Linear(4, 4).state_dict(), strict=False)
+    with pytest.raises(LayoutError, match="within methods that register_fsdp_forward_method is told of"):
+        nn.functional.linear(torch.ones(2, 4), model.weight)
     torch.manual_seed(0)
     whole = nn.Linear(4, 4).state_dict()
     set_model_state_dict(model, whole, options=StateDictOptions(full_state_dict=True))

@@ -48,6 +48,7 @@ def case_of_each(folder: str) -> dict[str, Any]:
     return {"found": [[each.case, each.row.columns, each.loss_gap, len(each.times_s["torch"])] for each in found]}
 
 
+@pytest.mark.sweep(0)
 def test_sides_take_turns_and_train_alike(rank_pool: RankPool, tmp_path: Path) -> None:
     told = rank_pool.run(4, case_of_each, {"folder": str(tmp_path)})
     for each in told:

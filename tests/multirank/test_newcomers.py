@@ -77,6 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) ->
     return folder
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("commands", COMMANDS, ids=lambda commands: commands[-1])
 def test_commands_of_the_readme_run(commands: list[str], folder: Path, fork_server: ForkServer) -> None:
@@ -94,6 +95,7 @@ def test_commands_of_the_readme_run(commands: list[str], folder: Path, fork_serv
         assert (done.returncode != 0) == (command in FAIL), done.stdout + done.stderr
 
 
+@pytest.mark.sweep(0)
 def test_the_planners_commands_run_where_there_is_no_repository(tmp_path: Path, fork_server: ForkServer) -> None:
     """Both that it prints, one after the other, as they stand; but for the number of steps."""
     planner = "python -m disttrain.plan --model tiny --gpus 2 --node-size 2 --seq 32 --batch-tokens 128 --no-compile"

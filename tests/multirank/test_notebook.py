@@ -296,6 +296,7 @@ def test_the_cells_of_the_page_run(fork_server: ForkServer, tmp_path: Path) -> N
     assert float(losses["5"]) < float(losses["0"])
 
 
+@pytest.mark.sweep(0)
 def test_a_stored_notebook_keeps_what_ranks_print(tmp_path: Path) -> None:
     """A real kernel runs the page's cells, one that is interrupted, one that fails, and one after it."""
     nbclient = pytest.importorskip("nbclient", reason="nbclient, which runs notebooks, is not installed")

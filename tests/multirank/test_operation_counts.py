@@ -47,7 +47,7 @@ def beside_torch() -> Iterator[ModuleType]:
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(1)
 @on_ranks(4)
 @pytest.mark.filterwarnings("ignore")  # torch's libraries warn of themselves
 @pytest.mark.parametrize("name", CASES)
@@ -62,7 +62,7 @@ def test_no_more_than_torch(name: str) -> None:
         assert total["ours"] <= total["torch"], parts
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @on_ranks(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "bert", "mixtral"])

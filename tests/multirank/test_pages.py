@@ -23,6 +23,7 @@ def _named(block: Block) -> str:
     return f"{block.page}:{block.line}"
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("page", sorted({block.page for block in BLOCKS if block.is_run}))
 def test_the_code_of_a_page_runs(page: str, rank_pool: RankPool, tmp_path: Path) -> None:
     num_ranks = getattr(setup_of(page), "NUM_RANKS", 2)

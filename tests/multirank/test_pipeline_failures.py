@@ -294,6 +294,7 @@ except DisttrainError as error:
 """
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("when", ["forward", "backward"])
 def test_a_rank_is_killed(when: str, tmp_path: Path, fork_server: ForkServer) -> None:
     """In the middle of its second step: the others raise within seconds."""

@@ -19,10 +19,18 @@ from disttrain.errors import CollectiveMismatchError, CollectiveTimeoutError, Co
 from disttrain.flight_recorder import FlightRecorder
 from disttrain.flight_recorder.record.recall import recall
 from disttrain.process_group import World, current_world, entered_world
+from disttrain.process_group.backends.fake import FakeBackend
 from disttrain.process_group.watching.recorded_alike import Agreement
 from disttrain.process_group.watching.replaying import listed_operations
-from disttrain.store import PrefixStore
+from disttrain.store import HashStore, PrefixStore
 from disttrain.testing import run_threads
+
+
+@pytest.fixture(autouse=True)
+def peers_that_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The transport without peers stands for one whose calls are recorded, and not carried out."""
+    monkeypatch.setattr(FakeBackend, "has_peers", True)
+
 
 WITHIN_S = 8.0
 """A second, on a machine that does nothing else."""
@@ -217,3 +225,13 @@ def test_without_a_recorder_nobody_waits(world_size: int) -> None:
             agreement.agree(untold.recorded())
 
     run_threads(world_size, run)
+
+
+def test_nobody_waits_for_ranks_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeBackend, "has_peers", False)
+    world = World(HashStore(), 0, 2, backend="fake", timeout_s=60.0, device=torch.device("cpu"))
+    FlightRecorder().attach(world)
+    begun_s = time.monotonic()
+    with entered_world(world):
+        record(world, reduce(2))
+    assert time.monotonic() - begun_s < 1.0

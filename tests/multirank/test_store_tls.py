@@ -146,6 +146,7 @@ def test_values_of_every_size_come_back(num_bytes: int, engine: str, authority: 
         assert store.get("a") == value
 
 
+@pytest.mark.sweep(1)
 def test_the_largest_value_goes_through_and_one_byte_more_does_not(engine: str, authority: Authority) -> None:
     value = bytes(64 << 20)
     with serving(engine, authority.issue()) as server, connected(server, authority.client_only) as store:

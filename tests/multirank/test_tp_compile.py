@@ -46,7 +46,7 @@ class Attending(nn.Module):
         return x + self.attention(self.attention_norm(x))
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.sweep(0)
 @pytest.mark.parametrize(
     ("half", "backend", "sequence", "overlap"),
     [
@@ -130,6 +130,7 @@ def test_blocks_that_are_compiled_one_by_one_share_a_graph() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, torch._dynamo.utils.counters["stats"]
 
 
+@pytest.mark.sweep(1)
 @on_ranks(2, timeout_s=110)
 @pytest.mark.parametrize("how", ["the sequence in place", "its first child"])
 def test_a_compiled_sequence_whose_first_child_gathers_its_input(how: str) -> None:

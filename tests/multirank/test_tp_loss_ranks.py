@@ -35,7 +35,7 @@ CASES: dict[str, tuple[torch.Tensor, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @on_ranks(2, timeout_s=110)
 @pytest.mark.parametrize(
     ("name", "backend"), [("plain", "aot_eager"), ("all terms", "inductor"), ("probabilities", "aot_eager")]

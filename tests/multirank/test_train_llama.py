@@ -117,6 +117,7 @@ def test_a_rank_that_is_killed_is_started_again_and_all_goes_on_as_if_nothing_ha
     assert phases >= {(rank, f"fully_shard {phase}") for rank in (0, 1) for phase in ("gather", "free", "reduce")}
 
 
+@pytest.mark.sweep(0)
 def test_a_run_that_is_told_to_go_saves_and_goes_on_as_if_nothing_had_happened(
     fork_server: ForkServer, finished: tuple[Path, str], tmp_path: Path
 ) -> None:

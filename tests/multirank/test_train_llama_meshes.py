@@ -75,7 +75,7 @@ def alone(run: Run, text: Path) -> dict[int, dict[str, list[float]]]:
     return found
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_all_meshes_follow_a_single_process(
     run: Run, tmp_path: Path, alone: dict[int, dict[str, list[float]]], mesh: str

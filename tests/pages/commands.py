@@ -64,7 +64,7 @@ def _problems_of_one(words: list[str], server: ForkServer) -> list[str]:
     if program.startswith("python"):
         return _of_script(arguments) if arguments and arguments[0].endswith(".py") else []
     if program == "make":
-        targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
         return [f"make {word}: no such target" for word in arguments if "=" not in word and word not in targets]
     return [] if program in OTHERS or (ROOT / program).is_file() else [f"{program}: no such program is known"]
 

@@ -89,7 +89,7 @@ def _is_list_of_tensors(value: Any) -> bool:
     return isinstance(value, list) and isinstance(value[0], torch.Tensor)
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", [*KINDS, Shard(0), Shard(1), Replicate()], ids=str)
 def test_every_operator_on_lists(kind: Placement) -> None:

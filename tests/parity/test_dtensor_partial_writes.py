@@ -101,7 +101,7 @@ def faults(
     ]
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_every_operator_that_writes(kind: Partial) -> None:
     expected = plain_results(kind)
@@ -119,7 +119,7 @@ def test_every_operator_that_writes(kind: Partial) -> None:
     assert run_threads(2, body) == [[], []]
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("kind", "mesh_shape"),
     [(KINDS[place], ((2, 1), (1, 2))[number % 2]) for number, place in enumerate((0, 0, 1, 2, 3, 7))],
@@ -171,7 +171,7 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("kinds", [KINDS[:5], KINDS[5:]], ids=["terms", "norms"])
 def test_other_ways_to_write(kinds: Sequence[Partial], num_ranks: int) -> None:

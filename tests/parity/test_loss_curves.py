@@ -51,6 +51,7 @@ def curve_of_plain_torch(text: Path) -> list[float]:
     return curve
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize(
     ("num_ranks", "flags"), [(1, ()), (2, ()), (4, ("--mesh", "pp=2,tp=2", "--microbatches", "2"))]
 )

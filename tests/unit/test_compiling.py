@@ -167,6 +167,7 @@ def saved_bytes(model: nn.Module) -> int:
     return found
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("is_wrapped_first", [True, False])
 def test_checkpointing_before_and_after(is_wrapped_first: bool) -> None:
@@ -181,6 +182,7 @@ def test_checkpointing_before_and_after(is_wrapped_first: bool) -> None:
     assert num_graphs() == 1
 
 
+@pytest.mark.sweep(0)
 def test_a_policy_within_a_graph_is_kept() -> None:
     sizes = []
     for options in ({}, SELECTIVE, None):

@@ -26,6 +26,12 @@ def documents(*lengths: int) -> Documents:
         (None, "contiguous"),
         (Causal(), "mirrored"),
         (SlidingWindow(128), "contiguous"),
+        (Causal() & SlidingWindow(128), "contiguous"),
+        (Causal() & SlidingWindow(1024), "by_window"),
+        (Causal() & SlidingWindow(6000), "by_window"),
+        (SlidingWindow(3000), "by_window"),
+        (SlidingWindow(6000), "by_window"),
+        (Causal() & SlidingWindow(2048) & documents(5000, 3192), "by_window"),
         (Causal() & documents(*[128] * 64), "contiguous"),
         (Causal() & documents(5000, 3192), "by_document"),
         (Causal() & documents(LENGTH), "mirrored"),
@@ -47,7 +53,7 @@ def test_equal_work_first_and_then_few_keys(rule: Rule | None, name: str) -> Non
 @given(
     st.integers(0, 700),
     st.integers(1, 4),
-    st.sampled_from(["none", "causal", "window", "documents", "prefix"]),
+    st.sampled_from(["none", "causal", "window", "both sides", "documents", "prefix"]),
     st.integers(0, 5),
 )
 def test_figures_are_those_of_the_tiles(length: int, num_ranks: int, kind: str, seed: int) -> None:
@@ -57,6 +63,7 @@ def test_figures_are_those_of_the_tiles(length: int, num_ranks: int, kind: str, 
         "none": None,
         "causal": Causal(),
         "window": Causal() & SlidingWindow(1 + 50 * seed),
+        "both sides": SlidingWindow(1 + 150 * seed) & Documents(ids),
         "documents": Causal() & Documents(ids),
         "prefix": Prefix(torch.tensor([length // 3, length // 2])),
     }[kind]
@@ -65,7 +72,10 @@ def test_figures_are_those_of_the_tiles(length: int, num_ranks: int, kind: str, 
         assert cut.work == pytest.approx(tiles.work)
         for rank, number in enumerate(cut.num_received):
             others = [source for source in range(num_ranks) if source != rank]
-            assert number >= sum(tiles.num_needed(rank, source) for source in others) or kind == "documents"
+            assert number >= sum(tiles.num_needed(rank, source) for source in others) or kind in (
+                "documents",
+                "both sides",
+            )
 
 
 def test_it_prints_what_each_rank_has_and_does() -> None:

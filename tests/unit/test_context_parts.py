@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disttrain.kernels import Causal, Documents, Prefix, SlidingWindow
-from disttrain.kernels.attention.context.parts import Parts, by_document, contiguous, mirrored
+from disttrain.kernels.attention.context.parts import Parts, by_document, by_window, contiguous, mirrored
+from disttrain.kernels.attention.context.planning.cut import plan_cut
 from disttrain.kernels.attention.context.planning.tiles import Tiles, tiles_of
 from disttrain.kernels.attention.rules import Rule, ScoreIndices, seen
 
@@ -35,10 +36,20 @@ def test_each_position_is_on_one_rank(length: int, num_ranks: int) -> None:
 
 @given(st.lists(st.integers(0, 30), max_size=12), st.integers(1, 5))
 def test_documents_are_cut_each_for_itself(lengths: list[int], num_ranks: int) -> None:
-    parts = by_document(lengths, num_ranks)
-    check_is_a_cut(parts)
-    assert parts.length == sum(lengths)
-    assert max(parts.sizes) - min(parts.sizes) <= 2
+    cuts = [by_document(lengths, num_ranks)]
+    cuts += [by_window(lengths, num_ranks, size, is_causal=size % 2 == 0) for size in (1, 2, 7, 18, 40)]
+    for parts in cuts:
+        check_is_a_cut(parts)
+        assert parts.length == sum(lengths)
+        assert max(parts.sizes) - min(parts.sizes) <= 2
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8, 16])
+@pytest.mark.parametrize("size", [2048, 8192, 16384, 25000, 40000])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_work_is_equal_under_wide_windows(num_ranks: int, size: int, is_causal: bool) -> None:
+    rule = Causal() & SlidingWindow(size) if is_causal else SlidingWindow(size)
+    assert plan_cut(rule, 32768, num_ranks).imbalance <= 0.02
 
 
 @st.composite

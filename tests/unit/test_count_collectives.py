@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -100,8 +101,11 @@ def test_gradients_that_lie_in_several_ways_are_clipped_by_one_reduction(order: 
 def test_an_optimizers_total_norm_is_one_reduction() -> None:
     def body() -> None:
         grads = [one.grad for one in gradients(mesh_of((2,))) if one.grad is not None]
-        with disttrain.count_collectives() as counted:
+        alone = patch.object(torch.linalg, "vector_norm", wraps=torch.linalg.vector_norm)
+        with alone as norms, disttrain.count_collectives() as counted:
             norm = total_norm(grads).item()
+        # Of all gradients in one launch; then of their norms, on each of two ranks.
+        assert norms.call_count <= 4
         whole = torch.stack([normal(4, 6, seed=place) for place in range(9)])
         assert norm == pytest.approx(torch.linalg.vector_norm(whole).item())
         assert counted.of("norms").operations == counted.total.operations == 1

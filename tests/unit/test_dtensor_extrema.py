@@ -34,6 +34,7 @@ OTHERS: list[Callable[..., Any]] = [
 """A second axis does to them what it does to the first ones."""
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2), (1, 3)])
 def test_ties_share_the_gradient(mesh_shape: tuple[int, ...]) -> None:
     def body() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from disttrain import context_parallel
 from disttrain.move import move_source
 from disttrain.move.signatures import definition, takes
 
@@ -149,6 +150,13 @@ def test_context_parallel_has_a_part_of_its_own(before: str, after: str) -> None
     assert moved.text == after
     assert moved.findings == ()
     assert move_source(after).text == after
+
+
+def test_private_names_of_context_parallel_have_a_reason() -> None:
+    text = "from torch.distributed.tensor.experimental._attention import _ContextParallel, _cp_options\n"
+    assert [what.rpartition(".")[2] for _, what in _told(text)] == ["_ContextParallel", "_cp_options"]
+    with pytest.raises(AttributeError, match="which torch has: set_rotate_method says how keys come"):
+        _ = context_parallel._cp_options
 
 
 def test_an_argument_of_context_parallel_that_is_not_here() -> None:

@@ -84,8 +84,12 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 
 _OF_STATE: Final = (
-    " A whole state dict is loaded by checkpoint.set_model_state_dict(model, state, "
+    "A whole state dict is loaded by checkpoint.set_model_state_dict(model, state, "
     "options=StateDictOptions(full_state_dict=True))."
+)
+_OF_PARAMETERS: Final = (
+    "Parameters that fully_shard has sharded are whole within their module's forward, and within methods that "
+    "register_fsdp_forward_method is told of."
 )
 
 
@@ -103,7 +107,8 @@ def meets_plain(facts: OpFacts, tensors: Sequence[torch.Tensor]) -> LayoutError:
         facts.name,
         f"a DTensor meets a plain tensor of shape {shape}, whose layout is unknown.",
         "Make it a DTensor with distribute_tensor or DTensor.from_local, use to_local() of the other, or, where all "
-        "ranks have the same one, enter implicit_replication()." + _OF_STATE * (facts.name == "aten.copy_"),
+        "ranks have the same one, enter implicit_replication(). "
+        + (_OF_STATE if facts.name == "aten.copy_" else _OF_PARAMETERS),
         rank=mesh_of(tensors).world.rank,
     )
 

@@ -29,15 +29,15 @@ _PARTS: Final = {
 """Those with several inputs, alike on all ranks one by one."""
 
 
-class Recorder(Protocol):
-    """The recorder, as far as it is read here: it lies above, and imports what imports this."""
+class HasRing(Protocol):
+    """A recorder."""
 
     def content(self) -> bytes:
-        """The bytes of its ring."""
+        """As `FlightRecorder.content`."""
         ...
 
 
-def recall(recorder: Recorder, group_name: str, sequence: int) -> dict[str, Any] | None:
+def recall(recorder: HasRing, group_name: str, sequence: int) -> dict[str, Any] | None:
     """`fields` that are alike on all ranks where all is well, and `text`; None for what is not on record."""
     # Here: what reads rings takes longer to load than all of a world's start.
     from disttrain.flight_recorder.dumps.expanding import expanded

@@ -14,13 +14,13 @@ from typing import Any, Final, Protocol
 import torch
 from torch.optim import Optimizer
 
-from disttrain.dtensor import DTensor, Replicate
-from disttrain.dtensor.local_part import local_part
+from disttrain.dtensor import DTensor
 from disttrain.dtensor.views.view_copy import count_writes
 from disttrain.errors import BackendError, ShapeError
 from disttrain.kernels._torch import count_up, version_of
 from disttrain.kernels.choice import choose, wide_dtype
 from disttrain.kernels.optimizers import reference as optimizer_reference
+from disttrain.kernels.optimizers.pieces import Pieces
 from disttrain.kernels.optimizers.recorded import Launch, RecordedStep
 from disttrain.kernels.optimizers.rules import ROW, Piece, Rule
 from disttrain.kernels.optimizers.total_norm import total_norm
@@ -127,11 +127,11 @@ class FusedOptimizer(Optimizer):
                     self._check_is_complete(parameter, group)
                 counted.append((parameter, self.begin_step(parameter, group), index))
         steps = count_up([state["step"] for _, state, _ in counted])
-        names = self._names(group)
+        names, taken = self._names(group), Pieces()
         at_step: defaultdict[Any, list[torch.Tensor]] = defaultdict(list)
         pieces: defaultdict[Any, list[Piece]] = defaultdict(list)
         for (parameter, state, index), step in zip(counted, steps, strict=True):
-            piece = _piece(parameter, state, names, index, copy_of.get(parameter))
+            piece = taken.of(parameter, state, names, index, copy_of.get(parameter))
             key = step, piece.parameter.device, piece.kind
             at_step[key].append(parameter)
             if piece.parameter.numel():
@@ -342,32 +342,6 @@ class SGD(FusedOptimizer):
         return Rule(
             "sgd", float(group["lr"]), group["weight_decay"], group["momentum"], is_nesterov=is_nesterov, step=step
         )
-
-
-def _piece(parameter: Any, state: dict[str, Any], names: Sequence[str], index: int, copy: torch.Tensor | None) -> Piece:
-    """The piece of the optimizer's parameter number `index`."""
-    grad = parameter.grad
-    if isinstance(parameter, DTensor) and tuple(grad.placements) != tuple(parameter.placements):
-        grad = grad.redistribute(placements=parameter.placements)
-    states = tuple([_part(state[name]) for name in names])
-    master = _part(state["master"]) if "master" in state else None
-    return Piece(_local(parameter), _part(grad).contiguous(), states, master, _part_number(parameter, index), copy)
-
-
-def _part_number(parameter: torch.Tensor, number: int) -> int:
-    """Another one for each parameter, and each part of it that is not a copy of another rank's."""
-    if not isinstance(parameter, DTensor):
-        return number
-    mesh = parameter.device_mesh
-    coordinate = mesh.get_coordinate() or [0] * mesh.ndim
-    for size, position, placement in zip(mesh.shape, coordinate, parameter.placements, strict=True):
-        number = number * size + (0 if isinstance(placement, Replicate) else position)
-    return number
-
-
-def _part(tensor: torch.Tensor) -> torch.Tensor:
-    """As `_local`, of what nobody makes a view of: without a tensor for it."""
-    return local_part(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

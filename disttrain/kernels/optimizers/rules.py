@@ -66,9 +66,13 @@ class Piece(NamedTuple):
     @property
     def kind(self) -> tuple[torch.dtype | None, ...]:
         """Pieces of one kind can be updated together."""
-        state = self.states[0].dtype if self.states else None
-        others = (None if tensor is None else tensor.dtype for tensor in (self.master, self.copy))
-        return self.parameter.dtype, self.grad.dtype, state, *others
+        return (
+            self.parameter.dtype,
+            self.grad.dtype,
+            self.states[0].dtype if self.states else None,
+            None if self.master is None else self.master.dtype,
+            None if self.copy is None else self.copy.dtype,
+        )
 
 
 def numbers_of(rule: Rule) -> tuple[int, ...]:

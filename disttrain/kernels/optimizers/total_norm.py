@@ -26,11 +26,8 @@ def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _of_alike(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    dtype = wide_dtype(tensors[0].dtype)
-    if not isinstance(tensors[0], DTensor):
-        return _norm(torch.stack(list(norms(tensors, dtype))))
     # However they lie: a stack of norms is reduced at once.
-    total = _norm(torch.stack([torch.linalg.vector_norm(tensor, dtype=dtype) for tensor in tensors]))
+    total = _norm(torch.stack(list(norms(tensors, wide_dtype(tensors[0].dtype)))))
     return total.full_tensor() if isinstance(total, DTensor) else total
 
 

@@ -64,7 +64,7 @@ class Agreement:
 
     def __init__(self, world: World | None, expected: Iterable[str]) -> None:
         groups = () if world is None else world.groups
-        self._begun = {group: group.sequence for group in groups if group.group_size > 1}
+        self._begun = {group: group.sequence for group in groups if _has_others(group)}
         self._expected = frozenset(expected)
         self._met: set[ProcessGroup] = set()
         if world is not None and world.recorder is not None and self._begun:
@@ -198,6 +198,11 @@ class _Meeting:
             rank=group.world.rank,
             where=f"group {group.group_name}, ranks {group.ranks_text()}, sequence {self._begun + 1}",
         )
+
+
+def _has_others(group: ProcessGroup) -> bool:
+    """True if it has other ranks, that are there: a world may be one to estimate with."""
+    return group.group_size > 1 and any(kind.has_peers for kind in group.backend_classes.values())
 
 
 def last_used(world: World | None, before: Mapping[str, int]) -> frozenset[str]:

@@ -17,7 +17,7 @@ from disttrain_launch.rendezvous.node0 import SAY_EVERY_S, Say
 from disttrain_launch.rendezvous.rounds import Place
 from disttrain_launch.request.job import OPERATION, JobSpec
 from disttrain_launch.workers.agent import Agent
-from disttrain_launch.workers.outcome import Changed, Failed, Lost, Outcome
+from disttrain_launch.workers.outcome import Changed, Failed, Lost, Outcome, Succeeded
 from disttrain_launch.workers.signals import SignalPipe
 
 LEADER_SILENT_S = 30.0
@@ -35,6 +35,7 @@ def take_part(
     """
     num_heard = 0
     last: Outcome | None = None
+    last_place: Place | None = None
     while True:
         signals.interrupts = True
         num_heard, word = _next_word(link, num_heard, say)
@@ -44,9 +45,12 @@ def take_part(
                     _say_round(spec, agent, last, word)
                 if isinstance(last, Failed) and place.group_rank == 0:
                     agent.explanations.begin(partial(explain, agent.round, last))
-                last = _run(agent, link, word)
+                last, last_place = _run(agent, link, word), place
             case Stop(round, cause):
                 # Perhaps it came before the workers were started, or after they had ended: for another cause, then.
+                if round == agent.round and isinstance(last, Succeeded) and isinstance(cause, Failed):
+                    # Others may have waited for what ended here.
+                    _send_dumps(agent.dump_folder, last_place, link)
                 link.stopped(round)
                 last = cause if round == agent.round else last
             case Wait(reason):
@@ -64,15 +68,15 @@ def _run(agent: Agent, link: JobLink, word: Run) -> Outcome:
         link.ended(agent.round, Lost(f"node {word.place.group_rank} could not start its workers: {error}"))
         link.stopped(agent.round)
         raise
-    if isinstance(outcome, Failed) and word.place.group_rank > 0:
+    if isinstance(outcome, Failed):
         _send_dumps(agent.dump_folder, word.place, link)
     link.stopped(agent.round)
     return outcome
 
 
-def _send_dumps(folder: Path, place: Place, link: JobLink) -> None:
-    """Have node 0 get what workers of a round dumped here."""
-    if not folder.is_dir():
+def _send_dumps(folder: Path, place: Place | None, link: JobLink) -> None:
+    """Have node 0 get what workers of a round dumped here, unless this is node 0."""
+    if place is None or place.group_rank == 0 or not folder.is_dir():
         return
     from disttrain_launch.output.failure.dump_exchange import pack  # only a job that fails needs it
 

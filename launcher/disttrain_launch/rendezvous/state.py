@@ -342,7 +342,10 @@ class Rendezvous:
 
     def _stop(self, cause: Outcome) -> None:
         self.phase, self._cause = Phase.STOPPING, cause
+        for agent in self._members if isinstance(cause, Failed) else ():
+            self._peers[agent].is_busy = True  # Its workers may have ended while others waited for them: dumps tell.
         busy = [peer.node for peer in self._peers.values() if peer.is_busy]
+        self._num_busy = len(busy)
         self._until_s = self._now_s + max((node.stop_s for node in busy), default=0.0)
         for node in busy:
             self._tell(node.agent, Stop(self._round, cause))

@@ -137,6 +137,7 @@ def test_when_the_host_of_the_store_is_gone_a_job_without_standby_ends(launches:
     assert [LOST in node.stderr for node in ended] == [True, True]
 
 
+@pytest.mark.sweep(0)
 def test_when_the_host_of_the_store_is_gone_its_standby_goes_on(launches: Launches, hosts: Hosts) -> None:
     script = launches.script(MEETING)
     nodes = [launch(launches, hosts, name, script) for name in NAMES]

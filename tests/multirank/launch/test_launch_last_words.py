@@ -148,6 +148,16 @@ def test_a_rank_that_left_too_early_with_0_is_named(forked_launches: Launches) -
     assert "\n    rank 1 had ended before, with exit code 0, and may have been waited for.\n" in ended.stderr
 
 
+def test_the_dumps_of_a_node_whose_ranks_left_too_early_come(forked_launches: Launches, port: int) -> None:
+    script = forked_launches.script(SHARDED)
+    flags = ["--nnodes", "2", "--master-port", str(port)]
+    started = [forked_launches.start(*flags, "--node-rank", str(node), script, "0") for node in range(2)]
+    first, second = [forked_launches.end(node) for node in started]
+    assert (first.exit_code, second.exit_code) == (1, 1)
+    assert "flight recorder: Rank 1 did not come to all_gather_into_tensor" in first.stderr
+    assert len(told(second)) == 1
+
+
 def test_verbose_shows_all_of_them(forked_launches: Launches) -> None:
     script = forked_launches.script(FAILING)
     ended = forked_launches.run("--verbose", "--nproc-per-node", "2", script, "raise", "1")

@@ -26,6 +26,7 @@ def namespaces() -> None:
         pytest.skip("namespaces cannot be made here")
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("seed", SEEDS, ids=lambda seed: str(draw(seed)))
 def test_a_job_ends_as_it_should_and_leaves_nothing(tmp_path: Path, seed: int) -> None:
     result = play_seed(seed, tmp_path)

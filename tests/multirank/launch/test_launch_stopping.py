@@ -102,6 +102,7 @@ def undisturbed(forked_launches: Launches, losses: dict[int, str]) -> Callable[[
     return run
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_whenever_and_however_it_is_told_no_step_is_lost_or_done_twice(
     forked_launches: Launches, undisturbed: Callable[[int], str], num_ranks: int
@@ -147,20 +148,25 @@ def test_a_notice_within_a_save_loses_no_step(
     assert (folder / "losses").read_text() == undisturbed(2)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["SIGTERM to the launcher", "SIGTERM to a rank"])
 def test_of_two_nodes_one_need_be_told(
     forked_launches: Launches, undisturbed: Callable[[int], str], port: int, name: str
 ) -> None:
     folder = forked_launches.folder / "told"
-    nodes = start(forked_launches, folder, 1, num_nodes=2, port=port)
-    wait_for(lambda: num_done(folder) > 20, nodes)
-    NOTICES[name](nodes, folder)
-    assert [node.exit_code for node in ended(forked_launches, nodes)] == [REQUEUE_EXIT_CODE] * 2
+    draw = random.Random(name)
+    for step in sorted(draw.sample(range(50), 2)):
+        least = max(step, num_done(folder))
+        nodes = start(forked_launches, folder, 1, num_nodes=2, port=port)
+        wait_for(lambda least=least: num_done(folder) > least, nodes)  # type: ignore[misc]
+        NOTICES[name](nodes if draw.random() < 0.5 else nodes[:1], folder)
+        assert [node.exit_code for node in ended(forked_launches, nodes)] == [REQUEUE_EXIT_CODE] * 2
     done = ended(forked_launches, start(forked_launches, folder, 1, num_nodes=2, port=port))
     assert [node.exit_code for node in done] == [0, 0]
     assert (folder / "losses").read_text() == undisturbed(2)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_notice_before_the_first_step_is_heard_after_it(
     forked_launches: Launches, undisturbed: Callable[[int], str], number: int

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 from weakref import ref
 
@@ -17,6 +18,14 @@ if TYPE_CHECKING:
     from disttrain.kernels.attention.context.parts import Parts
     from disttrain.kernels.attention.rules import Mask
     from disttrain.mesh import DeviceMesh
+
+
+between_graphs: Final = partial(
+    outside_graphs,
+    reason="attention of positions that are cut exchanges keys between graphs. Give fullgraph=False, to compile_blocks "
+    "or torch.compile",
+)
+"""Marks functions that exchange keys, for Dynamo."""
 
 
 class Cut(NamedTuple):
@@ -47,7 +56,7 @@ def using(parts: Parts, axis: DeviceMesh, way: str | None = None, within: Mask |
         del ENTERED[place]
 
 
-@outside_graphs
+@between_graphs
 def current_cut() -> Cut | None:
     """The cut of the innermost block that this rank is in."""
     if not ENTERED:

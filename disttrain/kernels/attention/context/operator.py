@@ -11,7 +11,7 @@ import torch
 from disttrain.autocast import is_within_autocast
 from disttrain.errors import DisttrainError, ShapeError
 from disttrain.kernels.attention.context.agreement import NAME, agree
-from disttrain.kernels.attention.context.current import given_or_current
+from disttrain.kernels.attention.context.current import between_graphs, given_or_current
 from disttrain.kernels.attention.context.heads import run_heads
 from disttrain.kernels.attention.context.parts import Parts, contiguous, mirrored
 from disttrain.kernels.attention.context.planning.heads_cut import heads_divide, num_head_groups
@@ -24,12 +24,11 @@ from disttrain.kernels.attention.plan import DENSE
 from disttrain.kernels.attention.rules import Causal, Documents, Mask, Prefix, Rule, masks_of, name_of, parts_of
 from disttrain.kernels.attention.runs import scale_of
 from disttrain.mesh import DeviceMesh, axis_of_several
-from disttrain.process_group._torch import outside_graphs
 
 _NUM_KEPT: Final = 64
 
 
-@outside_graphs
+@between_graphs
 def attention_across(
     query: torch.Tensor,
     key: torch.Tensor,

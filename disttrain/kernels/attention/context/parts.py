@@ -5,6 +5,7 @@
 | contiguous  | one run of positions                                        | all see all, or a window       |
 | mirrored    | the r-th run of 2 n from the front, and the r-th from behind | each sees those before         |
 | by_document | two mirrored runs of each document                          | each sees those before in its own |
+| by_window   | one run of where windows are full, mirrored ones elsewhere  | each sees those in a wide window |
 
 Sources: Brandon et al., "Striped Attention" (arXiv 2311.09431) for unequal work under causal masks; Llama Team, "The
 Llama 3 Herd of Models" (2407.21783), section 3.3.2, for two mirrored chunks; NVIDIA, Transformer Engine's documentation
@@ -17,7 +18,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -103,27 +105,53 @@ def mirrored(length: int, num_ranks: int) -> Parts:
 
 
 def by_document(lengths: Sequence[int], num_ranks: int) -> Parts:
-    """Mirrored runs of each document, of documents of these lengths one behind the other.
+    """Mirrored runs of each document, of documents of these lengths one behind the other."""
+    return by_piece([Piece(length, is_flat=False) for length in lengths], num_ranks)
+
+
+class Piece(NamedTuple):
+    """A run of positions over which the number of keys that a query sees stays, or grows or falls evenly."""
+
+    length: int
+    is_flat: bool
+
+
+def by_window(lengths: Sequence[int], num_ranks: int, size: int, *, is_causal: bool) -> Parts:
+    """One run a rank of the positions of each document whose window is full, mirrored runs of the others.
+
+    The window of a position near the ends of a document reaches beyond them, the less the farther it is from there.
+    """
+    pieces = []
+    for length in lengths:
+        ramp = min(size, length) if is_causal else min(size, max(0, length - size))
+        pieces += [Piece(ramp, is_flat=False), Piece(length - ramp * (1 if is_causal else 2), is_flat=True)]
+        if not is_causal:
+            pieces.append(Piece(ramp, is_flat=False))
+    return by_piece(pieces, num_ranks)
+
+
+def by_piece(pieces: Sequence[Piece], num_ranks: int) -> Parts:
+    """One run of each flat piece, two mirrored runs of each of the others, of pieces that lie one behind the other.
 
     What does not divide evenly goes to the ranks that have fewest positions so far, so that they differ by two at most.
     """
     ranges: list[list[range]] = [[] for _ in range(num_ranks)]
     sizes = [0] * num_ranks
-    for end, length in zip(accumulate(lengths), lengths, strict=True):
-        each, rest = divmod(length, 2 * num_ranks)
-        chunks = [each] * (2 * num_ranks)
-        # A rank's two chunks are `rank` and its mirror image; it may get one more in each.
+    start = 0
+    for length, is_flat in pieces:
+        owners = [*range(num_ranks)] if is_flat else [*range(num_ranks), *reversed(range(num_ranks))]
+        each, rest = divmod(length, len(owners))
+        chunks = [each] * len(owners)
+        # A rank may get one more in each of its chunks: in that of its rank, then in its mirror image.
         fewest_first = sorted(range(num_ranks), key=lambda rank: (sizes[rank], rank))
         for number in range(rest):
             rank = fewest_first[number % num_ranks]
             chunks[rank if number < num_ranks else 2 * num_ranks - 1 - rank] += 1
-        start = end - length
-        for number, size in enumerate(chunks):
-            rank = min(number, 2 * num_ranks - 1 - number)
+        for rank, size in zip(owners, chunks, strict=True):
             ranges[rank].append(range(start, start + size))
             sizes[rank] += size
             start += size
-    return Parts(sum(lengths), tuple(_joined(runs) for runs in ranges))
+    return Parts(start, tuple(_joined(runs) for runs in ranges))
 
 
 def _bounds(start: int, length: int, num_pieces: int) -> list[int]:

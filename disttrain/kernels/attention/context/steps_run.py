@@ -17,7 +17,7 @@ from disttrain.kernels.attention.context.exchange import Pair, Sizes, UnderWay, 
 from disttrain.kernels.attention.context.parts import Parts
 from disttrain.kernels.attention.context.peers import KEYS, TERMS, slots_for
 from disttrain.kernels.attention.context.planning.steps import GATHER, Ranges, Step
-from disttrain.kernels.attention.context.sums.joined import Joined
+from disttrain.kernels.attention.context.sums.joined import Joined, empty_by_positions
 from disttrain.kernels.attention.context.sums.sums import Sums
 from disttrain.kernels.attention.rules import Rule
 from disttrain.process_group import ProcessGroup
@@ -94,10 +94,16 @@ def _joined(groups: Iterable[tuple[torch.Tensor, ...]], count: int) -> tuple[tor
         if count == 1:
             return group
         if not results:
-            results = [part.new_empty((part.shape[0], count * part.shape[1], *part.shape[2:])) for part in group]
+            results = [_empty_for(part, count) for part in group]
         for result, part in zip(results, group, strict=True):
             result.narrow(1, number * part.shape[1], part.shape[1]).copy_(part)
     return tuple(results)
+
+
+def _empty_for(part: torch.Tensor, count: int) -> torch.Tensor:
+    """Memory for so many groups of heads."""
+    shape = (part.shape[0], count * part.shape[1], *part.shape[2:])
+    return part.new_empty(shape) if part.dim() == 3 else empty_by_positions(part, shape, part.dtype)
 
 
 class _Run:

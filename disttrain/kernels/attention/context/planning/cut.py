@@ -15,9 +15,18 @@ from itertools import pairwise
 import torch
 
 from disttrain.errors import ShapeError
-from disttrain.kernels.attention.context.parts import Parts, by_document, contiguous, mirrored
+from disttrain.kernels.attention.context.parts import Parts, by_document, by_window, contiguous, mirrored
 from disttrain.kernels.attention.context.planning.tiles import on_host
-from disttrain.kernels.attention.rules import BLOCK_SIZE, Blocks, Documents, Rule, masks_of
+from disttrain.kernels.attention.rules import (
+    BLOCK_SIZE,
+    Blocks,
+    Causal,
+    Documents,
+    Prefix,
+    Rule,
+    SlidingWindow,
+    masks_of,
+)
 
 _NUM_KEPT = 64
 _SLACK = 0.02
@@ -29,7 +38,7 @@ class CutPlan:
     """A cut of a sequence, and what it costs under a rule; it prints as a table."""
 
     name: str
-    """contiguous, mirrored or by_document."""
+    """contiguous, mirrored, by_document or by_window."""
     parts: Parts
     work: tuple[float, ...]
     """Of each rank, the pairs of a query and a key that it computes; blocks that are seen in part count half."""
@@ -57,9 +66,9 @@ class CutPlan:
 def plan_cut(rule: Rule | None, length: int, num_ranks: int) -> CutPlan:
     """The cut of `length` positions over the ranks of an axis for attention by `rule`.
 
-    Of contiguous, mirrored and by_document those whose most loaded rank has within 2 % of the least work; of these the
-    one whose busiest rank receives least, the simplest of equals. A batch is cut alike in all its sequences. Plans are
-    kept by the rule's identity, as what is derived from its tensors is.
+    Of contiguous, mirrored, by_document and by_window those whose most loaded rank has within 2 % of the least work; of
+    these the one whose busiest rank receives least, the simplest of equals. A batch is cut alike in all its sequences.
+    Plans are kept by the rule's identity, as what is derived from its tensors is.
     Raises: ShapeError for documents of another length.
     """
     if length < 0 or num_ranks < 1:
@@ -80,6 +89,9 @@ def plan_cuts(rule: Rule | None, length: int, num_ranks: int) -> tuple[CutPlan, 
     lengths = _document_lengths(host_rule, length)
     if len(lengths) > 1:
         cuts["by_document"] = by_document(lengths, num_ranks)
+    if windows := [mask.size for mask in masks_of(host_rule) if isinstance(mask, SlidingWindow)]:
+        is_causal = any(isinstance(mask, Causal | Prefix) for mask in masks_of(host_rule))
+        cuts["by_window"] = by_window(lengths, num_ranks, min(windows), is_causal=is_causal)
     return tuple(CutPlan(name, parts, *_costs(parts, host_rule)) for name, parts in cuts.items())
 
 

@@ -8,6 +8,7 @@ Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (arX
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -17,12 +18,21 @@ from disttrain.kernels.attention.context.sums.sums import Unwritten, part_of
 from disttrain.kernels.choice import choose, wide_dtype
 
 
+def empty_by_positions(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Memory for (B, H, L, Ev), position by position, as torch's kernels have it.
+
+    Models then take all heads together without a copy, which would be kept beside this.
+    """
+    batch_size, num_heads, length, width = shape
+    return like.new_empty((batch_size, length, num_heads, width), dtype=dtype).transpose(1, 2)
+
+
 class Joined:
     """Attention of queries (B, H, L, E) over the keys so far: (B, H, L, Ev) and sums (B, H, L), in fp32 or wider."""
 
     def __init__(self, query: torch.Tensor, value_dim: int) -> None:
         wide, shape = wide_dtype(query.dtype), query.shape[:3]
-        self._out = query.new_empty((*shape, value_dim), dtype=wide)
+        self._out = empty_by_positions(query, (*shape, value_dim), wide)
         self._lse = query.new_empty(shape, dtype=wide)
         self._unwritten = Unwritten(shape[2])
 

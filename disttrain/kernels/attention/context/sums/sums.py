@@ -43,7 +43,7 @@ class Sums:
     """
 
     def __init__(self, like: torch.Tensor) -> None:
-        self._total = torch.empty(like.shape, dtype=wide_dtype(like.dtype), device=like.device)
+        self._total = torch.empty_like(like, dtype=wide_dtype(like.dtype))
         self._unwritten = Unwritten(like.shape[2])
 
     def add(self, run: range, term: torch.Tensor) -> None:
