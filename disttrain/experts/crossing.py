@@ -36,7 +36,7 @@ class GatedExperts:
 
 
 def crossed(x: torch.Tensor, order: ExpertOrder, k: int, route: Route, experts: GatedExperts) -> torch.Tensor:
-    """What experts make of each choice's row, (tokens * k, D), as `order` sorts them. Collective, and in backward.
+    """The output of experts for each choice's row, (tokens * k, D), as `order` sorts them. Collective, and in backward.
 
     Args: x  (tokens, D), of the weights' dtype.
     """

@@ -12,7 +12,7 @@ from torch.profiler import record_function
 from disttrain.fsdp2.machine import commands as do
 from disttrain.fsdp2.machine.group import Group
 from disttrain.fsdp2.machine.unit import gather_anew
-from disttrain.fsdp2.modules.given import take_up
+from disttrain.fsdp2.modules.functional_call import take_up
 from disttrain.fsdp2.params.param import ShardedParam
 from disttrain.fsdp2.params.param_group import ParamGroup
 from disttrain.fsdp2.transfers.comm import Comm, Named, Receiver

@@ -37,8 +37,8 @@ from disttrain.fsdp2.machine.unit import (
     load_begins,
     wait_for_unshard,
 )
-from disttrain.fsdp2.modules.handed_back import Forwards
-from disttrain.fsdp2.modules.nests import cast_floats, for_each_tensor, may_hide_tensors
+from disttrain.fsdp2.modules.mutated_arguments import Forwards
+from disttrain.fsdp2.modules.pytrees import cast_floats, for_each_tensor, may_hide_tensors
 from disttrain.fsdp2.modules.silent_outputs import watch_gradients
 from disttrain.fsdp2.modules.state_dicts import show_shards_in_state_dicts
 from disttrain.fsdp2.modules.structure import STATE, check_parameters, name_groups

@@ -132,7 +132,7 @@ def trace_in_place_of(
     plain = {torch.Tensor, torch.nn.Parameter, FakeTensor, functional_tensor.FunctionalTensor}
 
     def key_of(value: Any) -> tuple[Any, Any]:
-        """What is equal for equal arguments, and what must be kept so that it stays so."""
+        """A key that is equal for equal arguments, and what must be kept so that it stays so."""
         if not isinstance(value, functional_tensor.FunctionalTensor):
             return (type(value), value), None
         memory = value.from_functional()

@@ -290,8 +290,7 @@ class ProcessGroup:
     def give_up(self, operation: str, error: Exception) -> None:
         """End the group on all ranks: this one has failed in `operation`, and cannot come to what the others wait for.
 
-        They learn the reason from their witnesses, if the transport has them; those that wait for this rank learn at
-        once that it is gone.
+        They learn the reason from witnesses, if the transport has them; those that wait for this rank learn it at once.
         """
         self.world.refusals.end(self, operation, error)
         self.end(f"{operation} has failed on this rank")

@@ -17,7 +17,7 @@ from pathlib import Path
 from disttrain import settings
 from disttrain.devices import num_gpus
 from disttrain.errors import DisttrainError, LaunchError
-from disttrain_launch.clusters.placing import placed
+from disttrain_launch.clusters.cluster_flags import placed
 from disttrain_launch.request.flags import parse
 from disttrain_launch.request.job import NOT_STARTED, OPERATION
 from disttrain_launch.request.request import job_spec

@@ -19,7 +19,7 @@ from disttrain.errors import DisttrainError, LaunchError
 from disttrain_launch.output.events import Record, cause_of
 from disttrain_launch.output.failure.fates import fates
 from disttrain_launch.output.failure.report import ending
-from disttrain_launch.output.telling import Telling
+from disttrain_launch.output.publishing import Telling
 from disttrain_launch.output.terminal.screen import Outlet
 from disttrain_launch.output.view import JobState
 from disttrain_launch.rendezvous.node0 import Leader, Say

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 from torch import nn
 
-from disttrain.fsdp2.modules.shown import Shown
+from disttrain.fsdp2.modules.parameter_swap import Shown
 from disttrain.fsdp2.params import extensions
 from disttrain.fsdp2.params.param import ShardedParam
 from disttrain.fsdp2.params.unsharded import UnshardedParams

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from disttrain.errors import ShardingError
-from disttrain.fsdp2.modules.nests import for_each_tensor
+from disttrain.fsdp2.modules.pytrees import for_each_tensor
 from tests.fsdp2_uses.models import parts_of
 from tests.fsdp2_uses.session import Compared, Session, whole_of
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from disttrain.errors import LaunchError
 from disttrain_launch.clusters import Membership, find
+from disttrain_launch.clusters.cluster_flags import placed
 from disttrain_launch.clusters.host_lists import expand
 from disttrain_launch.clusters.membership import FIRST_PORT, NUM_PORTS, port_of
-from disttrain_launch.clusters.placing import placed
 from disttrain_launch.request.flags import parse
 
 STEP = {

@@ -30,8 +30,9 @@ from disttrain_launch.rendezvous.messages import (
     encode,
 )
 from disttrain_launch.rendezvous.node0 import Leader, Pulse
+from disttrain_launch.rendezvous.node_numbers import choose_group_ranks
 from disttrain_launch.rendezvous.restarts import Again, GiveUp, Restarts
-from disttrain_launch.rendezvous.rounds import Node, Phase, Place, Terms, choose_group_ranks, name_nodes
+from disttrain_launch.rendezvous.rounds import Node, Phase, Place, Terms, name_nodes
 from disttrain_launch.rendezvous.state import Command, NodeLost, Rendezvous, Tell, TimePassed, Warn
 from disttrain_launch.workers.outcome import Changed, Failed, Interrupted, Lost, Outcome, Requeued, Succeeded
 from tests.state_machines.rendezvous import failed

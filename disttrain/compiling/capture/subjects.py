@@ -33,7 +33,7 @@ _END: Final = object()
 
 
 class State:
-    """What a recording depends on, besides arguments: equal to another if nothing has changed. Its hash is kept."""
+    """The state that a recording depends on: equal to another if nothing has changed. Its hash is kept."""
 
     __slots__ = ("_hash", "parts")
 

@@ -61,10 +61,10 @@ def inverse(dims: DimMap) -> dict[int, int]:
     return {into: dim for dim, into in dims.items()}
 
 
-def result_spec(call: OpCall, propagation: Propagation, index: int = 0) -> Spec:
-    """The spec of a result."""
-    output = call.outputs[index]
-    return Spec.of(propagation.results[index], tuple(output.shape), output.dtype)
+def result_spec(call: OpCall, propagation: Propagation) -> Spec:
+    """The spec of the first result."""
+    output = call.outputs[0]
+    return Spec.of(propagation.results[0], tuple(output.shape), output.dtype)
 
 
 def with_argument(call: OpCall, name: str, value: Any) -> Compute:

@@ -24,9 +24,9 @@ def operand_part(call: OpCall, propagation: Propagation, index: int) -> Spec:
     return spec.with_layout(layout)
 
 
-def result_part(call: OpCall, propagation: Propagation, index: int = 0) -> Spec:
-    """Result `index` as it lies."""
-    return result_specs(call, propagation)[index]
+def result_part(call: OpCall, propagation: Propagation) -> Spec:
+    """The first result as it lies."""
+    return result_specs(call, propagation)[0]
 
 
 def cutting_axes(layout: Layout, dims: Collection[int]) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from disttrain.fsdp2.modules.nests import for_each_tensor
+from disttrain.fsdp2.modules.pytrees import for_each_tensor
 
 
 def watch_inputs(

@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import nn
 
-from disttrain.fsdp2.modules.shown import Lent
+from disttrain.fsdp2.modules.parameter_swap import Lent
 from disttrain.fsdp2.params.param_group import ParamGroup
 
 

@@ -15,7 +15,7 @@ from disttrain.fsdp2.faults.checks import common_dtype, refuse_device, refuse_pa
 from disttrain.fsdp2.grads.reduced import hand_out, parts_of, to_host
 from disttrain.fsdp2.grads.sums import GradSums
 from disttrain.fsdp2.machine.group import Group, num_keepers
-from disttrain.fsdp2.modules.shown import ForeignTensor, Shown
+from disttrain.fsdp2.modules.parameter_swap import ForeignTensor, Shown
 from disttrain.fsdp2.params.cast_shards import CastShards, latest
 from disttrain.fsdp2.params.flat import plan_flat
 from disttrain.fsdp2.params.param import LaidOut, ShardedParam, versions

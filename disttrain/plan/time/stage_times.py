@@ -108,7 +108,7 @@ def block_times(job: Job, choice: Choice) -> Computing:
 
 
 def _launched_s(job: Job, choice: Choice) -> tuple[float, float]:
-    """What a block's forward takes at least, and what launching adds to it. Without a pipeline the host is ahead by a
+    """The least time of a block's forward, and what launching adds to it. Without a pipeline the host is ahead by a
     whole step, or behind by one."""
     if job.captures:
         return CAPTURED_BLOCK_S, CAPTURED_GAPS_S

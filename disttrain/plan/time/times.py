@@ -32,7 +32,7 @@ from disttrain.plan.time.stage_times import (
 from disttrain.plan.time.traffic import ring_bytes
 
 HOST_SHARDING_S = 0.17e-3
-"""What `fully_shard` adds to the launches of a compiled block's forward; in those of a block that is not, it is."""
+"""The time that `fully_shard` adds to launches of a compiled block's forward; in those of one that is not, it is."""
 HOST_STEP_S = 20e-3
 """In which a host launches what is in a step besides blocks: both ends of the model, the loss and the optimizer. All
 three as H100 and H200 have measured small models (`benchmarks/results`: captured_step_gpu, fsdp2_gpu); their hosts

@@ -118,10 +118,10 @@ def _from_query(operation: str, url: str, query: Mapping[str, str], name: str, d
     return int(text)
 
 
-def rendezvous_alone(rank: int, world_size: int, environ: Mapping[str, str] | None = None) -> RendezvousInfo:
+def rendezvous_alone(rank: int, world_size: int) -> RendezvousInfo:
     """This rank of a job whose other ranks are played: the first, unless `rank` or RANK says otherwise."""
-    named_rank = settings.RANK.read(environ) if rank < 0 else rank
-    size = _needed(settings.WORLD_SIZE, environ) if world_size < 0 else world_size
+    named_rank = settings.RANK.read() if rank < 0 else rank
+    size = _needed(settings.WORLD_SIZE, None) if world_size < 0 else world_size
     return _checked(RendezvousInfo(named_rank or 0, size))
 
 

@@ -160,7 +160,7 @@ class _Meeting:
         return {rank: (digest, failure) for rank, digest, failure in lines}
 
     def _judge(self) -> tuple[str, bool]:
-        """What is wrong among those that have come, and whether it is that one could not record."""
+        """Tells the fault among those that have come, and whether it is that one could not record."""
         come = dict(sorted(self._come().items()))
         for rank, (_, failure) in come.items():
             if failure:

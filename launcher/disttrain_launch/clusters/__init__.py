@@ -3,7 +3,7 @@
 membership     the value that comes of it
 slurm, mpi, kubernetes, host_lists
                environment in, a Membership or None out; pure
-placing        flags and Membership in, flags out: what was given wins, what contradicts is refused
+cluster_flags  flags and Membership in, flags out: what was given wins, what contradicts is refused
 """
 
 from __future__ import annotations

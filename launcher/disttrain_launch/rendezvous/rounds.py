@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -88,22 +88,6 @@ def place_nodes(round: int, group_ranks: Mapping[str, int], num_local_workers: M
         places[agent] = Place(round, group_rank, first_rank, len(group_ranks), world_size)
         first_rank += num_local_workers[agent]
     return places
-
-
-def choose_group_ranks(wishes: Sequence[tuple[str, int | None]]) -> dict[str, int]:
-    """A permutation of 0 .. len(wishes) - 1 by agent, where who comes first in `wishes` gets his wish.
-
-    Wishes that cannot be had, and None, are given what is left over, in their order.
-    """
-    taken: dict[int, str] = {}
-    without = []
-    for agent, wish in wishes:
-        if wish is not None and 0 <= wish < len(wishes) and wish not in taken:
-            taken[wish] = agent
-        else:
-            without.append(agent)
-    free = (group_rank for group_rank in range(len(wishes)) if group_rank not in taken)
-    return {**{agent: group_rank for group_rank, agent in taken.items()}, **dict(zip(without, free, strict=False))}
 
 
 def name_nodes(node_ranks: tuple[int, ...], max_shown: int = 8) -> str:

@@ -28,7 +28,7 @@ from disttrain_launch.rendezvous.messages import (
     Wait,
     Word,
 )
-from disttrain_launch.rendezvous.peers import Peer, absent_text, busy_text, choose
+from disttrain_launch.rendezvous.node_numbers import Peer, absent_text, busy_text, choose
 from disttrain_launch.rendezvous.pending import Held
 from disttrain_launch.rendezvous.refusals import given_up, misfit, taken_twice, too_few, too_late, uneven
 from disttrain_launch.rendezvous.restarts import Again, GiveUp, Restarts

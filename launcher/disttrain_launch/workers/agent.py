@@ -17,9 +17,9 @@ from disttrain.flight_recorder.record.process.process_state import has_handler
 from disttrain.reports import ENDING, NOTICED, REQUEUE_EXIT_CODE
 from disttrain_launch.output.events import Record, exit_fields, happened
 from disttrain_launch.output.failure.explaining import Explanations
+from disttrain_launch.output.publishing import TableFeed
 from disttrain_launch.output.streams.logs import StreamPump
 from disttrain_launch.output.streams.workers import Output
-from disttrain_launch.output.telling import TableFeed
 from disttrain_launch.output.terminal.screen import Outlet
 from disttrain_launch.rendezvous.link import JobLink
 from disttrain_launch.rendezvous.messages import Done, Run, Stop

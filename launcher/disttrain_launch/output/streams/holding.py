@@ -14,7 +14,7 @@ from collections.abc import Callable
 from disttrain_launch.output.streams.logs import Voice
 
 HOLD_S = 8.0
-"""How long a process that prints its last traceback may take to end: loaders of data, or GPUs, are let go of first."""
+"""The time to end for a process that prints its last traceback: loaders of data, or GPUs, are let go of first."""
 MAX_HELD_BYTES = 1 << 20
 _BEGINS = re.compile(
     rb"^(\[rank\d+\]: ?)?( *(\+ Exception Group )?Traceback \(most recent call last\):|terminate called "

@@ -12,7 +12,7 @@ import shutil
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from disttrain import settings
 from disttrain_launch.output.terminal.text import cut, harmless, width
@@ -196,10 +196,9 @@ class Screen:
 class PlainVoice:
     """One stream's own way to a screen, with a prefix before each line."""
 
-    def __init__(self, screen: Screen, prefix: bytes, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, screen: Screen, prefix: bytes) -> None:
         self._screen = screen
         self._prefix = prefix
-        self._clock = clock
         self._has_bar = False
 
     def show_lines(self, lines: bytes) -> None:
@@ -208,7 +207,7 @@ class PlainVoice:
 
     def show_bar(self, text: bytes, *, is_bar: bool) -> None:
         self._has_bar = True
-        self._screen.show_bar(self._prefix, text, self._clock(), is_bar=is_bar)
+        self._screen.show_bar(self._prefix, text, time.monotonic(), is_bar=is_bar)
 
     def close(self) -> None:
         """Nothing is held back here."""

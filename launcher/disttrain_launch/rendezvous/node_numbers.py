@@ -1,11 +1,11 @@
-"""The nodes that node 0 knows, and which of them make the next round; pure."""
+"""Gives nodes their numbers (group ranks): of the nodes that node 0 knows, those that make the next round; pure."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from disttrain_launch.rendezvous.rounds import Node, Terms, choose_group_ranks, name_nodes
+from disttrain_launch.rendezvous.rounds import Node, Terms, name_nodes
 from disttrain_launch.workers.outcome import Interrupted, Requeued
 
 
@@ -63,3 +63,19 @@ def choose(peers: Iterable[Peer], leader: Node, max_nodes: int) -> Choice:
     old = [(peer.node.agent, peer.group_rank) for peer in members[1:] if peer.group_rank is not None]
     wishes = [(leader.agent, 0), *old, *((peer.node.agent, peer.node.node_rank) for peer in new)]
     return Choice(members, order[max_nodes:], choose_group_ranks(wishes))
+
+
+def choose_group_ranks(wishes: Sequence[tuple[str, int | None]]) -> dict[str, int]:
+    """A permutation of 0 .. len(wishes) - 1 by agent, where who comes first in `wishes` gets his wish.
+
+    Wishes that cannot be had, and None, are given what is left over, in their order.
+    """
+    taken: dict[int, str] = {}
+    without = []
+    for agent, wish in wishes:
+        if wish is not None and 0 <= wish < len(wishes) and wish not in taken:
+            taken[wish] = agent
+        else:
+            without.append(agent)
+    free = (group_rank for group_rank in range(len(wishes)) if group_rank not in taken)
+    return {**{agent: group_rank for group_rank, agent in taken.items()}, **dict(zip(without, free, strict=False))}

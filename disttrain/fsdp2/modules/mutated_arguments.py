@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from disttrain.fsdp2.modules.nests import items_of
+from disttrain.fsdp2.modules.pytrees import items_of
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ import torch
 from disttrain.dtensor import DTensor, Partial, Replicate
 from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import backward_is_running
-from disttrain.fsdp2.modules.shown import ForeignTensor
+from disttrain.fsdp2.modules.parameter_swap import ForeignTensor
 from disttrain.fsdp2.params.extensions import ExtensionGroup
 from disttrain.fsdp2.params.param import ShardedParam, is_given
 from disttrain.fsdp2.params.param_group import ParamGroup
