@@ -154,7 +154,7 @@ class Assumed:
     def of(cls, module: nn.Module) -> Assumed:
         """As the module has them now."""
         names = tuple(name for name, value in vars(module).items() if isinstance(value, float | str))
-            # Linear layers are looked at where they are multiplied by.
+        # Linear layers are looked at where they are multiplied by.
         children = tuple(name for name, child in module.named_children() if not isinstance(child, nn.Linear))
         return cls(names, children, _values(module, names, children))
 
