@@ -260,7 +260,7 @@ def test_the_way_in_one_node_is_that_in_many(exchange: str, capacity: float | No
         shard_experts(layer, ep_mesh(), exchange=exchange, capacity=capacity)
         rank = disttrain.get_rank()
         generator = torch.Generator().manual_seed(rank)
-        results = []
+        results: list[list[torch.Tensor]] = []
         for count in (8, (5, 0, 3)[rank]):
             x = torch.randn(count, HIDDEN, dtype=torch.float64, generator=generator)
             indices = torch.randint(0, 3, (count, 2), generator=generator)
