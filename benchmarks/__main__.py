@@ -28,6 +28,7 @@ FLAGS: dict[str, list[str]] = {
     "dtensor": ["--rounds", "20"],
     "dtensor_compile": [],
     "tp_host": [],
+    "experts_host": [],
     "fsdp2_host": [],
     "pipeline_host": [],
     "operations": [],

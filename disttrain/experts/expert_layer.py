@@ -104,7 +104,8 @@ class ExpertLayer(nn.Module):
             check_arguments(x, indices, num_experts, None, weights, self.expert_width(), dtype=self.expert_dtype())
             if self.hidden_cut is not None:
                 x, indices, weights = self.hidden_cut.entering_all(x, indices, weights)
-            order, self.num_dropped = ordered(indices, num_experts, self.capacity)
+            order, num_dropped = ordered(indices, num_experts, self.capacity)
+            self._keep_dropped(num_dropped)
             sums = self.mix_here(x, order, weights)
             return sums if self.hidden_cut is None else self.hidden_cut.leaving(sums)
         result: torch.Tensor = self._mix_over_ranks(x, indices, weights)
@@ -122,7 +123,8 @@ class ExpertLayer(nn.Module):
         num_experts, exchange, capacity = self.count_experts(), self.exchange, self.capacity
         assert exchange is not None
         check_arguments(x, indices, num_experts, exchange, weights, self.expert_width(), capacity, self.expert_dtype())
-        order, self.num_dropped = ordered(indices, num_experts, capacity)
+        order, num_dropped = ordered(indices, num_experts, capacity)
+        self._keep_dropped(num_dropped)
         route = exchange.route(order, num_experts, weights, most_rows(indices, num_experts, exchange, capacity))
         sums = summed(crossed(x, order, indices.shape[1], route, experts), order, weights)
         return sums if self.hidden_cut is None else self.hidden_cut.leaving(sums)
@@ -151,10 +153,15 @@ class ExpertLayer(nn.Module):
             beside=beside,
         )
 
+    def _keep_dropped(self, num_dropped: torch.Tensor | None) -> None:
+        # To set what is there already takes a module as long as to check a layer's arguments.
+        if self.num_dropped is not num_dropped:
+            self.num_dropped = num_dropped
+
     def finish(self, sending: Sending) -> torch.Tensor:
         """Compute the experts on the rows that have come, and give each token its own."""
         dispatched = sending.arrived()
-        self.num_dropped = dispatched.num_dropped
+        self._keep_dropped(dispatched.num_dropped)
         assert sending.weights is not None
         rows = self.compute(dispatched.rows, dispatched.ends)
         if torch.is_grad_enabled() and not rows.requires_grad and self.trains_elsewhere():

@@ -80,9 +80,8 @@ def _class_with(base: type[nn.Module], graph: fx.Graph, assumed: tuple[Assumed, 
 
 
 def _new_class(base: type[nn.Module], graph: fx.Graph, assumed: tuple[Assumed, ...]) -> type[nn.Module]:
-    with_kernels: Any = type(fx.GraphModule(named_only(graph), graph)).forward
-    # A pickle of the graph would hold the module too, and trace it again.
-    graph.owning_module = None
+    # Of a copy: a graph that a module has is pickled with it, and traced again.
+    with_kernels: Any = type(fx.GraphModule(named_only(graph), bare(graph))).forward
     as_ever: Any = base.forward
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

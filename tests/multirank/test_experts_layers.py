@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import disttrain
+from disttrain.dtensor import DTensor
 from disttrain.experts import (
     Experts,
     MixtureOfExperts,
@@ -246,3 +247,34 @@ def test_dispatch_and_combine_are_inverse() -> None:
         torch.testing.assert_close(grad, 3 * x**2 * weights.sum(1, keepdim=True))
 
     run_threads(2, body)
+
+
+@pytest.mark.parametrize("exchange", ["all_to_all", "padded"])
+@pytest.mark.parametrize("capacity", [None, 1.0])
+def test_the_way_in_one_node_is_that_in_many(exchange: str, capacity: float | None) -> None:
+    """With a rank without experts, one without tokens, and choices of no expert."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        layer = Experts(2, HIDDEN, 6, bias=True).double()
+        shard_experts(layer, ep_mesh(), exchange=exchange, capacity=capacity)
+        rank = disttrain.get_rank()
+        generator = torch.Generator().manual_seed(rank)
+        results: list[list[torch.Tensor]] = []
+        for count in (8, (5, 0, 3)[rank]):
+            x = torch.randn(count, HIDDEN, dtype=torch.float64, generator=generator)
+            indices = torch.randint(0, 3, (count, 2), generator=generator)
+            weights = torch.rand(count, 2, dtype=torch.float64, generator=generator)
+            results.clear()
+            for in_one in (True, False):
+                if not in_one:
+                    layer.gated_experts = lambda: None  # type: ignore[method-assign]
+                leaves = [x.clone().requires_grad_(), weights.clone().requires_grad_(), *layer.parameters()]
+                out = layer(leaves[0], indices, leaves[1])
+                grads = torch.autograd.grad(out.square().sum(), leaves)
+                results.append([out, *(grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads)])
+            vars(layer).pop("gated_experts")
+            for one, two in zip(*results, strict=True):
+                assert torch.equal(one, two)
+
+    run_threads(3, body)

@@ -137,7 +137,7 @@ class SharedByFactors(nn.Module):
         self.act_fn = nn.SiLU()
 
     def forward(self, x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(1, -1, D).expand(len(self.gate_proj), -1, -1)
+        rows = x.reshape(1, -1, x.shape[-1]).expand(len(self.gate_proj), -1, -1)
         factors = factors.reshape(-1, len(self.gate_proj), 1).transpose(0, 1)
         hidden = self.act_fn(rows @ self.gate_proj.mT) * (rows @ self.up_proj.mT) * factors
         return (hidden @ self.down_proj.mT).sum(0).view(x.shape)

@@ -58,7 +58,7 @@ class SizedRoute:
         self._group = owner.group
         self._cut = cut
         self._sizes = sizes
-        self._num_home = len(order.order)
+        self._num_home = order.order.shape[0]
         work.wait()
         self._host: torch.Tensor | None = None
         self._copied: torch.cuda.Event | None = None
@@ -73,18 +73,20 @@ class SizedRoute:
 
     def start(self, rows: torch.Tensor, is_back: bool) -> tuple[torch.Tensor, Work]:
         sent, received = self._splits or self._read()
-        num_sent, num_received = sum(sent), sum(received)
+        num_sent = sum(sent)
         if is_back:
             rows = rows.index_select(0, self._arrival.slots)
             sent, received = received, sent
-            coming = rows.new_empty((self._num_home, rows.shape[1]))
-            output = coming[:num_sent]
-            if num_sent != self._num_home:
-                # Assignments without an expert come last, and nothing comes for them.
-                coming[num_sent:] = 0
+            output = coming = rows.new_empty((self._num_home, rows.shape[1]))
         else:
-            rows = rows[:num_sent]
-            output = coming = rows.new_empty((num_received, rows.shape[1]))
+            output = coming = rows.new_empty((sum(received), rows.shape[1]))
+        if num_sent != self._num_home:
+            # Assignments without an expert come last: they are not sent, and nothing comes for them.
+            if is_back:
+                output = coming[:num_sent]
+                coming[num_sent:] = 0
+            else:
+                rows = rows[:num_sent]
         work = all_to_all_single(output, rows.contiguous(), received, sent, self._group, async_op=True)
         assert work is not None
         return coming, work

@@ -211,7 +211,7 @@ def combine(rows: torch.Tensor, dispatched: Dispatched, weights: torch.Tensor) -
 
 def summed(rows: torch.Tensor, order: ExpertOrder, weights: torch.Tensor) -> torch.Tensor:
     """`combine_rows`, on a rank that may have no tokens."""
-    if not len(weights):
+    if not weights.shape[0]:
         # There is nothing to sum up, but a gradient of the same kind as on other ranks.
         return rows + weights.sum()
     return combine_rows(rows, order, weights)
@@ -249,7 +249,7 @@ def _problem(
         return f"x is {_shown(x)}.", "Give (tokens, D) of floating point: flatten batch and sequence."
     if width is not None and x.shape[1] != width:
         return f"x has {x.shape[1]} columns, and the experts take {width}.", "Give rows as wide as the weights."
-    if indices.dim() != 2 or len(indices) != len(x) or indices.dtype not in _INDEX_DTYPES:
+    if indices.dim() != 2 or indices.shape[0] != x.shape[0] or indices.dtype not in _INDEX_DTYPES:
         return f"indices are {_shown(indices)} for x of {len(x)} tokens.", "Give integers of shape (tokens, k)."
     if not 1 <= indices.shape[1] <= num_experts:
         return (

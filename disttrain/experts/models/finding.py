@@ -16,7 +16,7 @@ from disttrain.experts.models.layers import FORWARDS, StackedExperts, class_with
 from disttrain.experts.models.lists import ListedExperts, ListedWeights, listed_weights
 from disttrain.experts.models.replicas import Replica
 from disttrain.experts.models.stacked import StackedWeights, others, stacked_weights
-from disttrain.experts.models.trials import TOKENS, agreed, call_of, computations, inputs_of
+from disttrain.experts.models.trials import TOKENS, UNLIKE, agreed, call_of, computations, inputs_of
 
 _DTYPES: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _IMPLEMENTATIONS: Final = ("eager", "batched_mm", "grouped_mm", "deepgemm", "sonicmoe", None)
@@ -86,11 +86,13 @@ def _of_stacked(module: nn.Module) -> Finding:
             for how in computations(module, weights, orders)
         ]
         replica = Replica(module, weights.width, weights.hidden, weights.num_experts)
-        index, why = agreed(
+        index, reason = agreed(
             replica, type(module).forward, [*map(_as, classes)], inputs_of(replica, kind, weights.num_experts)
         )
         if index is not None:
             return Finding(classes[index])
+        # A way to read shapes by which the module cannot be called says less than one by which it can.
+        why = reason if reason == UNLIKE else why or reason
     return Finding(None, why)
 
 

@@ -15,6 +15,7 @@ from disttrain.experts.models.replicas import NARROW, WIDE, Replica, Results, di
 from disttrain.kernels.grouped.form import GatedForm
 
 TOKENS: Final = 24
+UNLIKE: Final = "what it computes on a small copy is none of the computations that are known"
 _LIMITS: Final = ("limit", "swiglu_limit")
 _ALPHAS: Final = ("alpha", "swiglu_alpha")
 _KINDS: Final = {3: "routed", 2: "presorted", 1: "batched"}
@@ -111,7 +112,7 @@ def agreed(
             nearest = min(nearest, (difference, index))
         if nearest[1] >= 0:
             return nearest[1], ""
-        problem = "what it computes on a small copy is none of the computations that are known"
+        problem = UNLIKE
     return None, problem
 
 

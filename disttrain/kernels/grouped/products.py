@@ -94,7 +94,7 @@ def mix_experts(
              The others are as of `expert_mlp`.
     Returns: (tokens, D).
     """
-    if weights.dim() != 2 or x.dim() != 2 or len(weights) != len(x) or weights.numel() != len(order.order):
+    if weights.dim() != 2 or x.dim() != 2 or weights.shape[0] != x.shape[0] or weights.numel() != order.order.shape[0]:
         problem = f"x has shape {tuple(x.shape)}, weights {tuple(weights.shape)}; {len(order.order)} were sorted."
         raise ShapeError("mix_experts", problem, "Give (tokens, D) and (tokens, k) of the sorted tokens.")
     tensors = _weights("mix_experts", x, order.ends, gate_up, down, form, gate_up_bias, down_bias, float8)
@@ -134,9 +134,10 @@ def _check(
     operation: str, x: torch.Tensor, ends: torch.Tensor, named: dict[str, torch.Tensor | None], sizes: Sequence[int]
 ) -> None:
     """Raises unless x's rows have one of `sizes`, and all weights are of the experts in `ends`."""
-    shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in named.items() if tensor is not None)
-    matches = all(tensor is None or len(tensor) == len(ends) for tensor in named.values())
+    count = ends.shape[0]
+    matches = all(tensor is None or tensor.shape[0] == count for tensor in named.values())
     if x.dim() != 2 or any(size != x.shape[1] for size in sizes) or not matches or ends.dtype != torch.int32:
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in named.items() if tensor is not None)
         problem = f"x is {tuple(x.shape)}, ends {ends.dtype} of shape {tuple(ends.shape)}; {shapes}."
         raise ShapeError(
             operation, problem, "Give rows (rows, D), and weights of as many experts as ends has, by int32."

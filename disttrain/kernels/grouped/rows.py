@@ -50,7 +50,7 @@ def take_rows(x: torch.Tensor, order: ExpertOrder, k: int) -> torch.Tensor:
     Returns: (tokens * k, D); zeros in rows that have no expert.
     Raises:  ShapeError where tokens and assignments don't fit.
     """
-    if x.dim() != 2 or len(x) * k != len(order.order):
+    if x.dim() != 2 or x.shape[0] * k != order.order.shape[0]:
         problem = f"x has shape {tuple(x.shape)}, and k is {k}, of {len(order.order)} assignments."
         raise ShapeError("take_rows", problem, "Give (tokens, D) of as many tokens as were sorted.")
     if are_plain((x, *order)):
@@ -66,7 +66,7 @@ def combine_rows(rows: torch.Tensor, order: ExpertOrder, weights: torch.Tensor) 
     Returns: (tokens, D); rows without an expert count as zeros, whatever they hold.
     Raises:  ShapeError where they don't fit.
     """
-    if rows.dim() != 2 or weights.dim() != 2 or not len(rows) == weights.numel() == len(order.order):
+    if rows.dim() != 2 or weights.dim() != 2 or not rows.shape[0] == weights.numel() == order.order.shape[0]:
         problem = f"rows has shape {tuple(rows.shape)}, weights {tuple(weights.shape)}, {len(order.order)} were sorted."
         raise ShapeError("combine_rows", problem, "Give (tokens * k, D) and (tokens, k).")
     if are_plain((rows, *order, weights)):
