@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -161,15 +162,30 @@ class DrawnOfKinds(Drawn):
         operand, is_backward = self.tensor([batch, channels, *sizes]), operator.endswith("backward")
         if operator.startswith("convolution"):
             groups = choose([1, 2])
-            weight = self.tensor([choose([2, 4]), channels // groups, choose([2, 3]), 3])
-            rest = [stride, padding, dilation, False, [0, 0], groups]
+            transposed = choose([False, True])
+            more = choose([[0, 0], [0, 1]]) if transposed else [0, 0]
+            outer, inner = choose([2, 4]), channels // groups
+            kernel = [choose([2, 3]), 3]
+            weight = self.tensor([channels, outer, *kernel] if transposed else [outer, inner, *kernel])
+            rest = [stride, padding, dilation, transposed, more, groups]
             if not is_backward:
-                return [operand, weight, self.vector([weight.shape[0]]), *rest]
+                return [operand, weight, self.vector([outer * groups if transposed else outer]), *rest]
             shape = torch.ops.aten.convolution.default(
                 *[torch.empty(each.shape, device="meta") for each in (operand, weight)], None, *rest
             ).shape
-            return [self.tensor([*shape]), operand, weight, [weight.shape[0]], *rest, self.mask()]
-        settings = [[2, 3], stride, padding, *([dilation] if operator.startswith("max") else []), self.is_rare()]
+            return [self.tensor([*shape]), operand, weight, [shape[1]], *rest, self.mask()]
+        if "3d" in operator:
+            sizes, stride, padding, dilation = (
+                [*each, 2 - (each == padding)] for each in (sizes, stride, padding, dilation)
+            )
+            operand = self.tensor([batch, channels, *sizes])
+        settings = [
+            [2, 3, 2][: len(sizes)],
+            stride,
+            padding,
+            *([dilation] if operator.startswith("max") else []),
+            self.is_rare(),
+        ]
         forward = getattr(torch.ops.aten, operator.removesuffix("_backward")).default
         if not is_backward:
             return [operand, *settings]
@@ -179,6 +195,67 @@ class DrawnOfKinds(Drawn):
         indices = torch.empty(shape, dtype=torch.int64, device="meta")
         return [self.tensor(shape), operand, *settings, *([indices] if largest else [True, None])]
 
+    def resampled(self, operator: str) -> list[Any]:
+        """Arguments of interpolations, of poolings to a size, and of paddings."""
+        num_dims = int(re.findall("([123])d", operator)[0])
+        sizes, sized = ([self.random.choice([3, 4, 1, 5]) for _ in range(num_dims)] for _ in range(2))
+        shape = [self.random.choice([1, 2]), self.random.choice([1, 3]), *sizes]
+        operand, is_backward = self.tensor(shape), operator.endswith("backward")
+        if "_pad" in operator:
+            padding = [self.random.choice([0, 1, 1, 2]) for _ in range(2 * num_dims)]
+            if not is_backward:
+                return [operand, padding]
+            for at in range(num_dims):
+                sizes[-1 - at] += sum(padding[2 * at : 2 * at + 2])
+            return [self.tensor([*shape[:2], *sizes]), operand, padding]
+        if "adaptive" in operator:
+            grad = self.tensor([*shape[:2], *sized])
+            if not is_backward:
+                return [operand, sized]
+            indices = torch.empty(grad.shape, dtype=torch.int64, device="meta")
+            return [grad, operand, *([indices] if "max" in operator else [])]
+        settings = [] if "nearest" in operator else [False]
+        factors = [None] * num_dims
+        if is_backward:
+            return [self.tensor([*shape[:2], *sized]), sized, shape, *settings, *factors]
+        return [operand, sized, *settings, *factors]
+
+    def measured(self, operator: str, overload: str, shape: list[int]) -> list[Any] | None:
+        """Arguments of what measures, counts or searches; None for other operators."""
+        operand, dim = self.tensor(shape), self.dim()
+        dims = [self.dim() for _ in range(self.random.randint(0, 2))]
+        if operator in ("cumprod", "cummax", "cummin"):
+            return [operand, dim]
+        if operator in ("median", "nanmedian", "mode") or overload == "dim_int":
+            return [operand, dim, self.is_rare(2)]
+        if operator == "prod":
+            return [operand]
+        if operator in ("var_mean", "std_mean"):
+            return [operand, self.random.choice([None, dims])]
+        if operator == "kthvalue":
+            return [operand, self.random.randint(1, 3), dim, self.is_rare(2)]
+        if operator == "count_nonzero":
+            return [operand, self.random.choice([None, dim]) if overload == "default" else dims]
+        if operator == "norm":
+            return [operand, self.random.choice([None, 1, 2, 3.0]), dims, self.is_rare(2)]
+        if operator in ("searchsorted", "bucketize"):
+            ordered = self.tensor(self.random.choice([[5], [*shape[:-1], 5]]))
+            return [ordered, operand] if operator == "searchsorted" else [operand, ordered]
+        return [operand, self.random.randint(1, 5)] if operator == "histc" else self.distances(operator, shape)
+
+    def distances(self, operator: str, shape: list[int]) -> list[Any] | None:
+        if operator == "dist":
+            return [self.tensor(shape), self.operand(shape)]
+        if operator.startswith("_cdist"):
+            rows, columns, width = self.shape(3)
+            batch = self.shape(self.random.choice([0, 0, 1]))
+            both = [self.tensor([*batch, size, width]) for size in (rows, columns)]
+            if operator == "_cdist_forward":
+                return [*both, 2.0, None]
+            distances = [self.tensor([*batch, rows, columns]) for _ in range(2)]
+            return [distances[0], *both, 2.0, distances[1]]
+        return None
+
     def arguments(self, name: str) -> list[Any]:  # noqa: C901, PLR0912, PLR0915  a case for each kind
         name = name.removeprefix("aten.")
         operator, overload = name.split(".")
@@ -187,6 +264,10 @@ class DrawnOfKinds(Drawn):
         operand = self.tensor(shape)
         mask = torch.empty(self.broadcast(shape), dtype=torch.bool, device="meta")
         index = self.whole(self.smaller(shape))
+        if (measured := self.measured(operator, overload, shape)) is not None:
+            return measured
+        if operator.lstrip("_").startswith(("upsample", "adaptive", "reflection", "replication")):
+            return self.resampled(operator)
         if operator in ("cat", "stack"):
             return [[operand, self.tensor(shape if self.is_rare(2) else self.smaller(shape))], dim]
         if operator == "where":
@@ -226,7 +307,7 @@ class DrawnOfKinds(Drawn):
             return [self.random.choice([operand, mask, index]), *sizes, *([2] if "full" in operator else [])]
         if operator.startswith(("native_group_norm", "native_batch_norm")):
             return self.norms(operator)
-        if operator.startswith("convolution") or "pool2d" in operator:
+        if operator.startswith("convolution") or re.search("pool[23]d", operator):
             return self.windows(operator)
         if operator == "topk":
             return [operand, self.random.randint(1, 3), dim]
@@ -266,7 +347,7 @@ class DrawnOfKinds(Drawn):
             return [self.random.choice([operand, index])]
         if operator == "sum":
             return [self.random.choice([operand, mask, index])]
-        if operator in ("add", "mul", "sub", "remainder", "floor_divide"):
+        if operator in ("add", "mul", "sub", "remainder", "floor_divide", "div"):
             whole = self.whole(shape)
             other = torch.empty(self.broadcast(shape), dtype=whole.dtype, device="meta")
             takes_number = overload == "Scalar" or (operator != "remainder" and self.is_rare(2))
