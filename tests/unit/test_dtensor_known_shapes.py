@@ -346,10 +346,12 @@ class DrawnOfKinds(Drawn):
         if operator in ("abs", "neg"):
             return [self.random.choice([operand, index])]
         if operator == "sum":
-            return [self.random.choice([operand, mask, index])]
+            dims = [some_dims, self.is_rare(2)] if overload == "dim_IntList" else []
+            return [self.random.choice([operand, mask, index]), *dims]
         if operator in ("add", "mul", "sub", "remainder", "floor_divide", "div"):
             whole = self.whole(shape)
-            other = torch.empty(self.broadcast(shape), dtype=whole.dtype, device="meta")
+            dtypes = [whole.dtype] if operator == "floor_divide" else [whole.dtype, torch.bool, *DTYPES]
+            other = torch.empty(self.broadcast(shape), dtype=self.random.choice(dtypes), device="meta")
             takes_number = overload == "Scalar" or (operator != "remainder" and self.is_rare(2))
             return [whole, self.number() if takes_number else other]
         if operator == "clamp":

@@ -14,8 +14,6 @@ from disttrain.dtensor.dispatch.known_shapes import Shape, along, broadcast, red
 
 Results = Sequence[Result | None] | None
 
-_WHOLE: Final = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
-
 
 def without(operand: torch.Tensor, dims: Sequence[int] | None, keep: bool) -> Shape | None:
     """The shape after a reduction over `dims`; None for numbers that have no order."""
@@ -135,15 +133,31 @@ def _distances_backward(
     return [(tuple(first.shape), first.dtype)] if is_alike else None
 
 
-def quotient(*operands: Any) -> Results:
-    """Of whole numbers, which is a floating one."""
-    tensors = [value for value in operands if isinstance(value, torch.Tensor)]
-    if not _WHOLE.issuperset(tensor.dtype for tensor in tensors):
+def combined(first: torch.Tensor, second: Any, alpha: float = 1) -> Results:
+    """A sum or difference, whatever the dtypes of both."""
+    result = product(first, second)
+    if not result or not result[0] or result[0][1] is torch.bool:
         return None
-    if not all(isinstance(value, torch.Tensor | int | float) for value in operands):
+    return result if type(alpha) is int or (type(alpha) is float and result[0][1].is_floating_point) else None
+
+
+def product(first: torch.Tensor, second: Any) -> Results:
+    """The dtype is the higher one of both; of tensors without dims and of numbers only the kind counts."""
+    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor | int | float):
         return None
-    shape = broadcast([tuple(tensor.shape) for tensor in tensors])
-    return None if shape is None else [(shape, torch.get_default_dtype())]
+    dtype = torch.result_type(first, second)
+    shapes = [tuple(value.shape) for value in (first, second) if isinstance(value, torch.Tensor)]
+    shape = broadcast(shapes)
+    return None if shape is None or dtype.is_complex else [(shape, dtype)]
+
+
+def quotient(first: torch.Tensor, second: Any) -> Results:
+    """As a product, but a floating one also of whole numbers."""
+    result = product(first, second)
+    if not result or not result[0]:
+        return None
+    shape, dtype = result[0]
+    return [(shape, dtype if dtype.is_floating_point else torch.get_default_dtype())]
 
 
 _ATEN: Final = torch.ops.aten

@@ -13,7 +13,7 @@ import torch
 
 from disttrain.dtensor._torch import OpOverload
 from disttrain.dtensor.dispatch.known_layers import FROM_ANY_GRADIENT, LAYERS
-from disttrain.dtensor.dispatch.known_measures import MEASURES, floating, quotient, without
+from disttrain.dtensor.dispatch.known_measures import MEASURES, combined, floating, product, quotient, without
 from disttrain.dtensor.dispatch.known_pointwise import Result, formula_of, is_in_place, pointwise
 from disttrain.dtensor.dispatch.known_resampled import RESAMPLED, RESAMPLED_BACKWARD
 from disttrain.dtensor.dispatch.known_shapes import (
@@ -36,7 +36,7 @@ def known_results(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     if op is _ATTENTION:
         return _attention(*args, **kwargs)
     formula = RESULTS.get(op)
-    generic = formula_of(op) if formula in (None, _whole, _product, quotient) else None
+    generic = formula_of(op) if formula in (None, _whole, combined, product, quotient) else None
     if formula is None and generic is None:
         return None
     for value in (*args, *kwargs.values()):
@@ -94,12 +94,6 @@ def _whole(*operands: Any, alpha: float = 1) -> Results:
     """Arithmetic of whole numbers; for others there is `known_shapes.py`."""
     result = pointwise(operands)
     return [result] if result is not None and result[1] in _WHOLE and type(alpha) is int else None
-
-
-def _product(*operands: Any) -> Results:
-    """Of whole numbers, or of truth values."""
-    result = pointwise(operands)
-    return [result] if result is not None and result[1] in (torch.bool, *_WHOLE) else None
 
 
 def _bits(*operands: torch.Tensor) -> Results:
@@ -273,10 +267,13 @@ def _norm(
     return None if dtype is not None else floating(operand, dims or None, keep)
 
 
-def _counted(operand: torch.Tensor, *, dtype: torch.dtype | None = None) -> Results:
+def _counted(
+    operand: torch.Tensor, dims: Sequence[int] | None = None, keep: bool = False, *, dtype: torch.dtype | None = None
+) -> Results:
     """The sum of whole numbers."""
     is_whole = operand.dtype is torch.bool or operand.dtype in _WHOLE
-    return [((), torch.int64)] if is_whole and dtype is None else None
+    shape = without(operand, dims or None, keep)
+    return [(shape, torch.int64)] if is_whole and dtype is None and shape is not None else None
 
 
 def _truth(operand: torch.Tensor, dim: int | None = None, keep: bool = False) -> Results:
@@ -348,8 +345,11 @@ RESULTS: Final[dict[OpOverload, Callable[..., Sequence[Result | None] | None]]] 
     **{getattr(_ATEN, name).correction: _moment for name in ("var", "std")},
     **{getattr(getattr(_ATEN, name), of): _truth for name in ("any", "all") for of in ("default", "dim")},
     **{getattr(_ATEN, name).default: _corner for name in ("tril", "triu")},
-    **{getattr(_ATEN, name).Tensor: _whole for name in ("add", "sub", "remainder")},
-    _ATEN.mul.Tensor: _product,
+    _ATEN.remainder.Tensor: _whole,
+    _ATEN.add.Tensor: combined,
+    _ATEN.sub.Tensor: combined,
+    _ATEN.mul.Tensor: product,
+    _ATEN.div.Tensor: quotient,
     _ATEN.abs.default: _whole,
     _ATEN.neg.default: _whole,
     _ATEN.remainder.Scalar: _whole,
@@ -367,7 +367,6 @@ RESULTS: Final[dict[OpOverload, Callable[..., Sequence[Result | None] | None]]] 
     **LAYERS,
     **MEASURES,
     **RESAMPLED,
-    _ATEN.div.Tensor: quotient,
     _ATEN.flip.default: _turned,
     _ATEN.roll.default: _rolled,
     _ATEN.gelu.default: _activated,
@@ -382,4 +381,5 @@ RESULTS: Final[dict[OpOverload, Callable[..., Sequence[Result | None] | None]]] 
     _ATEN.logsumexp.default: floating,
     _ATEN.linalg_vector_norm.default: _norm,
     _ATEN.sum.default: _counted,
+    _ATEN.sum.dim_IntList: _counted,
 }
