@@ -12,7 +12,7 @@ from disttrain.dtensor._torch import OpOverload
 from disttrain.dtensor.dispatch.known_pointwise import Result
 from disttrain.dtensor.dispatch.known_shapes import Shape, along, broadcast, reduced
 
-Results = Sequence[Result | None] | None
+Results = Sequence[Result] | None
 
 
 def without(operand: torch.Tensor, dims: Sequence[int] | None, keep: bool) -> Shape | None:
@@ -136,14 +136,14 @@ def _distances_backward(
 def combined(first: torch.Tensor, second: Any, alpha: float = 1) -> Results:
     """A sum or difference, whatever the dtypes of both."""
     result = product(first, second)
-    if not result or not result[0] or result[0][1] is torch.bool:
+    if result is None or result[0][1] is torch.bool:
         return None
     return result if type(alpha) is int or (type(alpha) is float and result[0][1].is_floating_point) else None
 
 
 def product(first: torch.Tensor, second: Any) -> Results:
     """The dtype is the higher one of both; of tensors without dims and of numbers only the kind counts."""
-    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor | int | float):
+    if not isinstance(second, torch.Tensor | int | float):
         return None
     dtype = torch.result_type(first, second)
     shapes = [tuple(value.shape) for value in (first, second) if isinstance(value, torch.Tensor)]
@@ -154,7 +154,7 @@ def product(first: torch.Tensor, second: Any) -> Results:
 def quotient(first: torch.Tensor, second: Any) -> Results:
     """As a product, but a floating one also of whole numbers."""
     result = product(first, second)
-    if not result or not result[0]:
+    if result is None:
         return None
     shape, dtype = result[0]
     return [(shape, dtype if dtype.is_floating_point else torch.get_default_dtype())]

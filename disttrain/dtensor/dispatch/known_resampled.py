@@ -12,7 +12,7 @@ from disttrain.dtensor._torch import OpOverload
 from disttrain.dtensor.dispatch.known_pointwise import Result
 from disttrain.dtensor.dispatch.known_shapes import Shape
 
-Results = Sequence[Result | None] | None
+Results = Sequence[Result] | None
 
 
 def _sized(operand: torch.Tensor, size: Sequence[int], *settings: Any) -> Results:
@@ -30,7 +30,7 @@ def _interpolated_backward(grad: torch.Tensor, size: Sequence[int], before: Sequ
 
 def _largest(operand: torch.Tensor, size: Sequence[int]) -> Results:
     pooled = _sized(operand, size)
-    return pooled and [*pooled, (pooled[0][0], torch.int64)] if pooled and pooled[0] else None
+    return pooled and [*pooled, (pooled[0][0], torch.int64)]
 
 
 def _pooled_backward(grad: torch.Tensor, operand: torch.Tensor, *indices: torch.Tensor) -> Results:
