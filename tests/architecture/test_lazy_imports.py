@@ -116,6 +116,15 @@ for activation in (f.hardswish, f.leaky_relu, f.elu, f.softplus, f.mish, f.hardt
     activation(x.detach().requires_grad_()).sum().backward()
 f.smooth_l1_loss(x, x), f.huber_loss(x, x), f.binary_cross_entropy(x, x), f.one_hot(ids, 8), f.glu(x), x.aminmax(dim=-1)
 f.mse_loss(x.detach().requires_grad_(), x).backward(), x % 2, x.isfinite(), torch.atan2(x, x), x.erf(), x.floor()
+f.conv_transpose2d(images, kernels, stride=2).sum().backward()
+for mode in ("nearest", "bilinear", "bicubic"):
+    f.interpolate(images, size=(9, 9), mode=mode).sum().backward()
+f.adaptive_max_pool2d(images, 2).sum().backward(), f.max_pool1d(images.flatten(2), 2).sum().backward()
+torch.cdist(x.detach().requires_grad_(), weight).sum().backward(), f.cosine_similarity(x, x)
+x.prod(1), x.prod(), torch.var_mean(x, 1), torch.std_mean(x, 1), x.cumprod(1), x.cummax(1), x.histc(4)
+x.kthvalue(2, 1), x.median(1)
+x.count_nonzero(), x.count_nonzero(1), torch.searchsorted(bias.detach(), x), torch.bucketize(x, bias.detach())
+ids / ids, ids / 2, ids * 0.5, rows * x, rows.sum(1), (x > 0).sum(1), f.normalize(x)
 print(sorted({*sys.modules} - before))
 """
 

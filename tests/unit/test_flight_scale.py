@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -263,6 +264,36 @@ def test_records_of_groups_with_different_counts_are_read_together(monkeypatch: 
         assert read.problems == ()
         assert read == dump
         assert sum(num_singly) < 80
+
+
+def test_records_of_one_length_that_are_encoded_otherwise_are_read_together() -> None:
+    """Of some the number of the site takes one byte more, of others their own number."""
+    draw = random.Random(0)
+    calls = Rank(0, 8)
+    for number in range(700):
+        calls.call("all_reduce", at=draw.randrange(200), group=draw.choice([(0, 1), (0, 2)]), age_s=30 - number / 100)
+    dump = calls.waits("all_reduce", group=(0, 1)).dump()
+    data = encode(dump)
+    runs = data.split(HEAD)[1:]
+    assert len({(len(run), run[0] > 0x7F) for run in runs}) > len({len(run) for run in runs})
+    read = decode(data)
+    assert read.problems == ()
+    assert read == dump
+
+
+def test_ranks_that_called_the_same_are_looked_at_once_whatever_else_they_called() -> None:
+    """In a mesh those of one group have each messages of their own."""
+    for num_ranks in (4, 16):
+        shared = Shared()
+        dumps = []
+        for rank in range(num_ranks):
+            calls = Rank(rank, num_ranks)
+            for _ in range(40):
+                calls.call("all_reduce").call("send", 20, peer=(rank + 1) % num_ranks)
+            dumps.append(decode(encode(calls.dump()), shared))
+        ((_, collectives),) = match(dumps).collectives.items()
+        assert len(collectives._kinds) == 1
+        assert len([*collectives._called()]) == 1
 
 
 def test_a_dump_is_written_without_going_through_all_ranks_for_each_record(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ A sequence of `Record`s, each of which is made when it is asked for.
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from disttrain.flight_recorder.record.record import CallSite, DeviceTimes, Recor
 STATES: Final = tuple(State)
 COMPLETED: Final = STATES.index(State.COMPLETED)
 STATE_NUMBERS: Final = {state: number for number, state in enumerate(STATES)}
+
+_IS_UNFINISHED: Final = bytes(number != COMPLETED for number in range(256))
 
 Ints = Sequence[int]
 Times = Sequence[float]
@@ -133,9 +136,7 @@ class Records(Sequence[Record]):
     @cached_property
     def unfinished(self) -> list[int]:
         """The positions of all records that are not completed."""
-        if self.states.count(COMPLETED) == len(self.states):
-            return []
-        return [index for index, state in enumerate(self.states) if state != COMPLETED]
+        return [*itertools.compress(range(len(self.states)), self.states.translate(_IS_UNFINISHED))]
 
     def waits(self) -> list[tuple[float, float]]:
         """Begin and end of each wait that has ended: `Record.wait_s` of all records."""

@@ -71,6 +71,11 @@ def _windows(size: int, kernel: int, stride: int, padding: int, dilation: int) -
     return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
 
 
+def _spread(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
+    """The inverse of `_windows`, as far as it has one."""
+    return (size - 1) * stride - 2 * padding + dilation * (kernel - 1) + 1
+
+
 def _convolved(
     operand: torch.Tensor,
     weight: torch.Tensor,
@@ -84,23 +89,25 @@ def _convolved(
 ) -> Results:
     num_dims = operand.ndim - 2
     dtypes = {value.dtype for value in (operand, weight, bias) if value is not None}
-    if num_dims not in (1, 2, 3) or weight.ndim != operand.ndim or len(dtypes) > 1 or transposed:
+    if num_dims not in (1, 2, 3) or weight.ndim != operand.ndim or len(dtypes) > 1:
         return None
     # With dims of one it cannot be seen whether channels come last.
     if not operand.dtype.is_floating_point or 1 in (*operand.shape, *weight.shape) or not operand.numel():
         return None
-    if operand.shape[1] != weight.shape[1] * groups or weight.shape[0] % groups or not weight.numel():
+    if weight.shape[0] % groups or not weight.numel():
         return None
-    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+    first, second = weight.shape[0], weight.shape[1] * groups
+    channels, results = (first, second) if transposed else (second, first)
+    if operand.shape[1] != channels or (bias is not None and tuple(bias.shape) != (results,)):
         return None
     ways = [_each(value, num_dims) for value in (stride, padding, dilation)]
-    sizes = [
-        _windows(size, kernel, *way)
-        for size, kernel, *way in zip(operand.shape[2:], weight.shape[2:], *ways, strict=True)
-    ]
-    if min(sizes) < 1:
-        return None
-    return [((operand.shape[0], weight.shape[0], *sizes), operand.dtype)]
+    windows = [*zip(operand.shape[2:], weight.shape[2:], *ways, strict=True)]
+    if transposed:
+        more = _each(output_padding, num_dims)
+        sizes = [_spread(*window) + size for window, size in zip(windows, more, strict=True)]
+    else:
+        sizes = [_windows(*window) for window in windows]
+    return [((operand.shape[0], results, *sizes), operand.dtype)] if min(sizes) > 0 else None
 
 
 def _each(values: Sequence[int] | int, num_dims: int) -> list[int]:
@@ -122,9 +129,9 @@ def _convolved_backward(
     wanted: Sequence[bool],
 ) -> Results:
     results = _convolved(operand, weight, None, stride, padding, dilation, transposed, output_padding, groups)
-    if results is None or results[0] != (tuple(grad.shape), grad.dtype) or not any(wanted):
+    if not results or not results[0] or results[0] != (tuple(grad.shape), grad.dtype) or not any(wanted):
         return None
-    shapes = (tuple(operand.shape), tuple(weight.shape), (weight.shape[0],))
+    shapes = (tuple(operand.shape), tuple(weight.shape), results[0][0][1:2])
     return [(shape, grad.dtype) if is_wanted else None for shape, is_wanted in zip(shapes, wanted, strict=True)]
 
 
@@ -152,10 +159,11 @@ def _mean_pooled(
     *,
     dilation: Sequence[int] | int = 1,
 ) -> Results:
-    if operand.ndim != 4 or 1 in operand.shape or not operand.numel() or by_ceiling or divisor is not None:
+    num_dims = operand.ndim - 2
+    if num_dims not in (2, 3) or not operand.numel() or by_ceiling or divisor is not None:
         return None
-    kernels = _each(kernel, 2)
-    ways = kernels, _each(stride or kernels, 2), _each(padding, 2), _each(dilation, 2)
+    kernels = _each(kernel, num_dims)
+    ways = kernels, *(_each(value, num_dims) for value in (stride or kernels, padding, dilation))
     if not operand.dtype.is_floating_point or any(2 * pad > size for pad, size in zip(ways[2], kernels, strict=True)):
         return None
     sizes = [_windows(size, *way) for size, *way in zip(operand.shape[2:], *ways, strict=True)]
@@ -243,8 +251,8 @@ _ATEN: Final = torch.ops.aten
 FROM_ANY_GRADIENT: Final = frozenset(
     {
         _ATEN.convolution_backward.default,
-        _ATEN.max_pool2d_with_indices_backward.default,
-        _ATEN.avg_pool2d_backward.default,
+        *(getattr(_ATEN, f"max_pool{dims}d_with_indices_backward").default for dims in (2, 3)),
+        *(getattr(_ATEN, f"avg_pool{dims}d_backward").default for dims in (2, 3)),
     }
 )
 """Operators whose results are contiguous also where the gradient, which comes first, is expanded."""
@@ -263,10 +271,10 @@ LAYERS: Final[dict[OpOverload, Callable[..., Results]]] = {
     _ATEN.aminmax.default: _extremes,
     _ATEN.convolution.default: _convolved,
     _ATEN.convolution_backward.default: _convolved_backward,
-    _ATEN.max_pool2d_with_indices.default: _pooled,
-    _ATEN.max_pool2d_with_indices_backward.default: _pooled_backward,
-    _ATEN.avg_pool2d.default: _mean_pooled,
-    _ATEN.avg_pool2d_backward.default: _mean_pooled_backward,
+    **{getattr(_ATEN, f"max_pool{dims}d_with_indices").default: _pooled for dims in (2, 3)},
+    **{getattr(_ATEN, f"max_pool{dims}d_with_indices_backward").default: _pooled_backward for dims in (2, 3)},
+    **{getattr(_ATEN, f"avg_pool{dims}d").default: _mean_pooled for dims in (2, 3)},
+    **{getattr(_ATEN, f"avg_pool{dims}d_backward").default: _mean_pooled_backward for dims in (2, 3)},
     _ATEN.native_group_norm.default: _group_norm,
     _ATEN.native_group_norm_backward.default: _group_norm_backward,
     _ATEN.native_batch_norm.default: _batch_norm,

@@ -13,7 +13,9 @@ import torch
 
 from disttrain.dtensor._torch import OpOverload
 from disttrain.dtensor.dispatch.outputs.known_layers import FROM_ANY_GRADIENT, LAYERS
+from disttrain.dtensor.dispatch.outputs.known_measures import MEASURES, combined, floating, product, quotient, without
 from disttrain.dtensor.dispatch.outputs.known_pointwise import Result, formula_of, is_in_place, pointwise
+from disttrain.dtensor.dispatch.outputs.known_resampled import RESAMPLED, RESAMPLED_BACKWARD
 from disttrain.dtensor.dispatch.outputs.known_shapes import (
     Shape,
     along,
@@ -34,7 +36,7 @@ def known_results(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     if op is _ATTENTION:
         return _attention(*args, **kwargs)
     formula = RESULTS.get(op)
-    generic = formula_of(op) if formula in (None, _whole, _product) else None
+    generic = formula_of(op) if formula in (None, _whole, combined, product, quotient) else None
     if formula is None and generic is None:
         return None
     for value in (*args, *kwargs.values()):
@@ -64,7 +66,9 @@ def _may_lie_otherwise(
         return tensor is not args[0]  # What is written to stays as it lies, whatever is read.
     if formula is None:
         return is_in_order(tensor) and not (tensor is args[0] and is_in_place(op))
-    return op in FROM_ANY_GRADIENT and tensor is args[0] and is_in_order(tensor)
+    is_of_any = op in FROM_ANY_GRADIENT or op in RESAMPLED_BACKWARD
+    # As a sum's gradient, which is one number for all.
+    return is_of_any and tensor is args[0] and (is_in_order(tensor) or not any(tensor.stride()))
 
 
 def _shown(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
@@ -91,12 +95,6 @@ def _whole(*operands: Any, alpha: float = 1) -> Results:
     """Arithmetic of whole numbers; for others there is `known_shapes.py`."""
     result = pointwise(operands)
     return [result] if result is not None and result[1] in _WHOLE and type(alpha) is int else None
-
-
-def _product(*operands: Any) -> Results:
-    """Of whole numbers, or of truth values."""
-    result = pointwise(operands)
-    return [result] if result is not None and result[1] in (torch.bool, *_WHOLE) else None
 
 
 def _bits(*operands: torch.Tensor) -> Results:
@@ -209,13 +207,6 @@ def _largest(operand: torch.Tensor, k: int, dim: int = -1, largest: bool = True,
     return [(tuple(shape), operand.dtype), (tuple(shape), torch.int64)]
 
 
-def _summed_up(operand: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Results:
-    if along(operand, dim, False) is None:
-        return None
-    natural = operand.dtype if operand.dtype.is_floating_point else torch.int64
-    return None if operand.dtype.is_complex else [(tuple(operand.shape), dtype or natural)]
-
-
 def _gathered(operand: torch.Tensor, dim: int, index: torch.Tensor, *, sparse_grad: bool = False) -> Results:
     return [(tuple(index.shape), operand.dtype)] if _points_into(operand, dim, index) else None
 
@@ -251,24 +242,19 @@ def _added_at(
 
 
 def _position(operand: torch.Tensor, dim: int | None = None, keep: bool = False) -> Results:
-    shape = _without(operand, None if dim is None else [dim], keep)
+    shape = without(operand, None if dim is None else [dim], keep)
     return None if shape is None else [(shape, torch.int64)]
 
 
-def _without(operand: torch.Tensor, dims: Sequence[int] | None, keep: bool) -> Shape | None:
-    shapes = reduced(operand, dims, keep)
-    return None if shapes is None or operand.dtype.is_complex else shapes[0]
-
-
 def _extreme(operand: torch.Tensor, dims: Sequence[int] = (), keep: bool = False) -> Results:
-    shape = _without(operand, dims or None, keep)
+    shape = without(operand, dims or None, keep)
     return None if shape is None else [(shape, operand.dtype)]
 
 
 def _moment(
     operand: torch.Tensor, dims: Sequence[int] | None = None, *, correction: Any = 1, keepdim: bool = False
 ) -> Results:
-    return _floating(operand, dims or None, keepdim)
+    return floating(operand, dims or None, keepdim)
 
 
 def _norm(
@@ -279,22 +265,20 @@ def _norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Results:
-    return None if dtype is not None else _floating(operand, dims or None, keep)
+    return None if dtype is not None else floating(operand, dims or None, keep)
 
 
-def _floating(operand: torch.Tensor, dims: Sequence[int] | None, keep: bool = False) -> Results:
-    shape = _without(operand, dims, keep)
-    return [(shape, operand.dtype)] if shape is not None and operand.dtype.is_floating_point else None
-
-
-def _counted(operand: torch.Tensor, *, dtype: torch.dtype | None = None) -> Results:
+def _counted(
+    operand: torch.Tensor, dims: Sequence[int] | None = None, keep: bool = False, *, dtype: torch.dtype | None = None
+) -> Results:
     """The sum of whole numbers."""
     is_whole = operand.dtype is torch.bool or operand.dtype in _WHOLE
-    return [((), torch.int64)] if is_whole and dtype is None else None
+    shape = without(operand, dims or None, keep)
+    return [(shape, torch.int64)] if is_whole and dtype is None and shape is not None else None
 
 
 def _truth(operand: torch.Tensor, dim: int | None = None, keep: bool = False) -> Results:
-    shape = _without(operand, None if dim is None else [dim], keep)
+    shape = without(operand, None if dim is None else [dim], keep)
     return None if shape is None or operand.dtype is torch.uint8 else [(shape, torch.bool)]
 
 
@@ -362,8 +346,11 @@ RESULTS: Final[dict[OpOverload, Callable[..., Sequence[Result | None] | None]]] 
     **{getattr(_ATEN, name).correction: _moment for name in ("var", "std")},
     **{getattr(getattr(_ATEN, name), of): _truth for name in ("any", "all") for of in ("default", "dim")},
     **{getattr(_ATEN, name).default: _corner for name in ("tril", "triu")},
-    **{getattr(_ATEN, name).Tensor: _whole for name in ("add", "sub", "remainder")},
-    _ATEN.mul.Tensor: _product,
+    _ATEN.remainder.Tensor: _whole,
+    _ATEN.add.Tensor: combined,
+    _ATEN.sub.Tensor: combined,
+    _ATEN.mul.Tensor: product,
+    _ATEN.div.Tensor: quotient,
     _ATEN.abs.default: _whole,
     _ATEN.neg.default: _whole,
     _ATEN.remainder.Scalar: _whole,
@@ -379,19 +366,21 @@ RESULTS: Final[dict[OpOverload, Callable[..., Sequence[Result | None] | None]]] 
     _ATEN.nll_loss_forward.default: _likelihood,
     _ATEN.nll_loss_backward.default: _likelihood_backward,
     **LAYERS,
+    **MEASURES,
+    **RESAMPLED,
     _ATEN.flip.default: _turned,
     _ATEN.roll.default: _rolled,
     _ATEN.gelu.default: _activated,
     _ATEN.gelu_backward.default: _activated,
     _ATEN.sort.default: _sorted,
     _ATEN.topk.default: _largest,
-    _ATEN.cumsum.default: _summed_up,
     _ATEN.gather.default: _gathered,
     _ATEN.scatter.value: _scattered,
     _ATEN.scatter.src: _scattered,
     _ATEN.scatter_add.default: _scattered,
     _ATEN.index_add.default: _added_at,
-    _ATEN.logsumexp.default: _floating,
+    _ATEN.logsumexp.default: floating,
     _ATEN.linalg_vector_norm.default: _norm,
     _ATEN.sum.default: _counted,
+    _ATEN.sum.dim_IntList: _counted,
 }

@@ -92,6 +92,8 @@ def _same(first: torch.Tensor, *others: Any) -> Shapes:
 def broadcast(shapes: Sequence[Shape]) -> Shape | None:
     """The shape that operands are broadcast to; None where they cannot be, or what lies so is not surely as new."""
     largest = max(shapes, key=len)
+    # A tensor without dims is broadcast to any shape, and says nothing of an order.
+    shapes = [shape for shape in shapes if shape]
     if all(shape == largest for shape in shapes):
         return largest
     sizes = [{1} for _ in largest]

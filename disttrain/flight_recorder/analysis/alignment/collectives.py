@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from disttrain.flight_recorder.analysis.alignment.tracks import Track
+from disttrain.flight_recorder.analysis.alignment.tracks import Track, TrackContent
 from disttrain.flight_recorder.dumps.dump import Dump
 from disttrain.flight_recorder.record.record import CallSite, Record, Stack
 
@@ -151,7 +151,7 @@ class Collectives(Mapping[int, Collective]):
 
     def _called(self) -> Iterator[tuple[int, Sequence[int], Sequence[CallSite]]]:
         """A rank, numbers and their call sites; of ranks that called the same, one."""
-        seen: set[tuple[int, int, int, int]] = set()
+        seen: set[TrackContent] = set()
         for rank, track in self._tracks.items():
             if track.content not in seen:
                 seen.add(track.content)

@@ -17,15 +17,21 @@ from disttrain.flight_recorder.record.record import CallSite, Record
 TrackKey = tuple[str, str, int]
 """Group name, and of messages the operation and the peer's rank, or -1."""
 NO_PEER = -1
+TrackContent = tuple[tuple[int, ...], int, int, int]
+"""The addresses of its call sites, of the numbers of all call sites, and of the positions; the first number."""
 
 
 class Track(NamedTuple):
-    """The records at `positions`, oldest first, numbered from `first` on; `by_number` where they are not in order."""
+    """The records at `positions`, oldest first, numbered from `first` on; `by_number` where they are not in order.
+
+    `content` is equal for ranks whose dumps were read together and that made the same calls in this track.
+    """
 
     records: Records
     positions: Ints
     first: int
     by_number: dict[int, int] | None
+    content: TrackContent
 
     def position(self, number: int) -> int | None:
         """The place of the last record with this number."""
@@ -57,11 +63,6 @@ class Track(NamedTuple):
             positions = [position for other, position in self.by_number.items() if other < number]
         return {self.records.site_numbers[position] for position in positions}
 
-    @property
-    def content(self) -> tuple[int, int, int, int]:
-        """Equal for ranks whose dumps were read together and that made the same calls."""
-        return id(self.records.sites), id(self.records.site_numbers), id(self.positions), self.first
-
 
 def key_of(site: CallSite) -> TrackKey:
     """The track that calls of this site are in."""
@@ -75,21 +76,32 @@ class Tracker:
     """Divides the records of ranks into tracks. Ranks whose calls came in the same order share the positions."""
 
     _positions: dict[tuple[int, tuple[int, ...]], list[Ints]] = field(default_factory=dict)
+    _numbers: dict[tuple[int, int], tuple[int, dict[int, int] | None]] = field(default_factory=dict)
 
     def tracks(self, records: Records) -> Iterator[tuple[TrackKey, Track]]:
         """The tracks of one rank's records, in the order of their first records."""
         keys: dict[TrackKey, int] = {}
         of_sites = tuple(keys.setdefault(key_of(site), len(keys)) for site in records.sites)
-        # The column is kept by its records, so that its address stays its own.
+        # The columns are kept by their records, so that their addresses stay their own.
         place = (id(records.site_numbers), of_sites)
         if place not in self._positions:
             self._positions[place] = _divided(records.site_numbers, of_sites, len(keys))
+        addresses: list[list[int]] = [[] for _ in keys]
+        for site, track in zip(records.sites, of_sites, strict=True):
+            addresses[track].append(id(site))
         tracks = [
-            (key, _track(records, positions))
-            for key, positions in zip(keys, self._positions[place], strict=True)
+            (key, self._track(records, positions, tuple(sites)))
+            for key, positions, sites in zip(keys, self._positions[place], addresses, strict=True)
             if positions
         ]
         return iter(sorted(tracks, key=lambda each: each[1].positions[0]))
+
+    def _track(self, records: Records, positions: Ints, addresses: tuple[int, ...]) -> Track:
+        place = (id(records.sequences), id(positions))
+        if place not in self._numbers:
+            self._numbers[place] = _numbered(records.sequences, positions)
+        first, by_number = self._numbers[place]
+        return Track(records, positions, first, by_number, (addresses, id(records.site_numbers), id(positions), first))
 
 
 def _divided(site_numbers: Ints, of_sites: Sequence[int], num_tracks: int) -> list[Ints]:
@@ -102,10 +114,10 @@ def _divided(site_numbers: Ints, of_sites: Sequence[int], num_tracks: int) -> li
     return list(positions)
 
 
-def _track(records: Records, positions: Ints) -> Track:
-    sequences = records.sequences
+def _numbered(sequences: Ints, positions: Ints) -> tuple[int, dict[int, int] | None]:
+    """The first number of a track; and the position of each number where they do not rise by one."""
     is_all = len(positions) == len(sequences)
     numbers = list(sequences) if is_all else [sequences[position] for position in positions]
     first = numbers[0]
     is_run = numbers == list(range(first, first + len(numbers)))
-    return Track(records, positions, first, None if is_run else dict(zip(numbers, positions, strict=True)))
+    return first, None if is_run else dict(zip(numbers, positions, strict=True))

@@ -6,6 +6,7 @@ They are divided by how they are encoded, and each part is decoded as a run. Tor
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Final
@@ -38,20 +39,24 @@ def find_mix(data: bytes, start: int, stop: int) -> Mix | None:
         return None
     if b"" in bodies:  # cut off, or no record
         del bodies[bodies.index(b"") :]
-    # Records that are encoded alike, and few others, have in common their lengths and the bytes of two numbers.
-    kinds = [(len(body), body[0] if body[0] > 0x7F else 0, body.find(b"ed", 0, 24)) for body in bodies]
-    alike: dict[tuple[int, int, int], list[int]] = {kind: [] for kind in dict.fromkeys(kinds)}
+    lengths = [*map(len, bodies)]
+    alike: dict[int, list[int]] = {length: [] for length in dict.fromkeys(lengths)}
     if len(alike) > _MAX_PARTS:
         return None
-    for position, kind in enumerate(kinds):
-        alike[kind].append(position)
+    for position, length in enumerate(lengths):
+        alike[length].append(position)
     num_records = len(bodies)
     parts = []
-    for positions in alike.values():
-        region = b"".join([HEAD + bodies[position] for position in positions])
+    waiting = [*alike.values()]
+    while waiting:
+        positions = waiting.pop()
+        region = HEAD + HEAD.join(map(bodies.__getitem__, positions))
         run = find_run(region, 0, len(region), least=1)
         is_whole = run is not None and run.num_bytes * len(positions) == len(region) * run.num_records
         num_known = run.num_records if run is not None and is_whole else 0
+        if num_known < len(positions) and (divided := _divided(bodies, positions)):
+            waiting += divided
+            continue
         if num_known < len(positions):
             num_records = min(num_records, positions[num_known])
         if run is not None and num_known:
@@ -63,3 +68,12 @@ def find_mix(data: bytes, start: int, stop: int) -> Mix | None:
         if count := bisect_left(positions, num_records):
             cut.append((positions[:count], run.first(count)))
     return Mix(num_records, sum(map(len, bodies[:num_records])) + num_records * len(HEAD), cut)
+
+
+def _divided(bodies: Sequence[bytes], positions: Sequence[int]) -> list[list[int]]:
+    """Divides records of one length by the bytes of two of their numbers; nothing where these are alike, too."""
+    alike: dict[tuple[int, int], list[int]] = {}
+    for position in positions:
+        body = bodies[position]
+        alike.setdefault((body[0] if body[0] > 0x7F else 0, body.find(b"ed", 0, 24)), []).append(position)
+    return [*alike.values()] if 1 < len(alike) <= _MAX_PARTS else []

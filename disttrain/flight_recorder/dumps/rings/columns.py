@@ -32,19 +32,23 @@ class Slots(NamedTuple):
     numbers_again: Ints = ()
 
     @classmethod
-    def of(cls, slots: Iterable[tuple[int, ...]]) -> Slots:
-        """The columns of `slots`."""
-        return cls(*zip(*slots, strict=True))
+    def of(cls, columns: Iterable[Sequence[int]]) -> Slots:
+        """The `columns`, as the ring has them, from the slot that was written first on."""
+        listed = [list(column) for column in columns]
+        first = listed[0].index(min(listed[0])) if listed[0] else 0
+        return cls(*(column[first:] + column[:first] for column in listed))
 
     @property
     def num_torn(self) -> int:
         """Slots that were being written."""
-        return sum(map(ne, self.numbers, self.numbers_again))
+        return 0 if self.numbers == self.numbers_again else sum(map(ne, self.numbers, self.numbers_again))
 
-    def whole(self) -> list[int]:
+    def whole(self) -> Sequence[int]:
         """The indexes of the slots with a record, oldest first."""
         if self.numbers == self.numbers_again and 0 not in self.began_ns:
             indexes: Sequence[int] = range(len(self.numbers))
+            if self.numbers == sorted(self.numbers):
+                return indexes
         else:
             columns = zip(self.numbers, self.began_ns, self.numbers_again, strict=True)
             indexes = [index for index, (number, began, again) in enumerate(columns) if number == again and began]
@@ -67,8 +71,10 @@ def records_of(
           since the epoch;  device_of  a record by its number; None: of none is anything known.
     """
 
-    def column(values: Ints) -> list[int]:
-        return list(map(values.__getitem__, indexes))
+    are_all = indexes == range(len(slots.numbers))
+
+    def column(values: Ints) -> Ints:
+        return values if are_all else list(map(values.__getitem__, indexes))
 
     numbers, flags, ended_ns = map(column, (slots.numbers, slots.flags, slots.ended_ns))
     known_sites, site_numbers = _listed(column(slots.sites), sites)
@@ -82,7 +88,9 @@ def records_of(
         states[index] = _ENQUEUED
     devices = None if device_of is None else list(map(device_of, numbers))
 
-    def known(values_ns: Iterable[int]) -> array[float]:
+    def known(values_ns: Ints) -> array[float]:
+        if all(values_ns):
+            return array("d", [value_ns / 1e9 for value_ns in map(epoch_ns.__add__, values_ns)])
         return array("d", [(value_ns + epoch_ns) / 1e9 if value_ns else nan for value_ns in values_ns])
 
     return Records(
@@ -105,4 +113,6 @@ def records_of(
 def _listed(numbers: Sequence[int], values: Mapping[int, Value]) -> tuple[tuple[Value, ...], array[int]]:
     """The values of these numbers, each once, and their indexes among them."""
     index_of = {number: index for index, number in enumerate(sorted(set(numbers)))}
-    return tuple(map(values.__getitem__, index_of)), array("I", map(index_of.__getitem__, numbers))
+    if len(index_of) == 1:
+        return tuple(map(values.__getitem__, index_of)), array("I", [0]) * len(numbers)
+    return tuple(map(values.__getitem__, index_of)), array("I", list(map(index_of.__getitem__, numbers)))

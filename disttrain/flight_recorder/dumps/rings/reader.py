@@ -63,7 +63,8 @@ def read_ring(file: Path, shared: Shared | None = None) -> Dump:
         raise FlightDumpError("read_ring", f"{file.name} {error.problem}.") from None
     try:
         # The ring may be a link; its stacks lie where it lies.
-        with file.resolve().with_suffix(layout.STACKS_SUFFIX).open("rb") as stream:
+        lies_at = file.resolve() if file.is_symlink() else file
+        with lies_at.with_suffix(layout.STACKS_SUFFIX).open("rb") as stream:
             text = stream.read(_MAX_STACKS_BYTES).decode(errors="replace")
     except OSError:
         return dump
@@ -83,7 +84,7 @@ def decode_ring(
     """
     entries, version, num_counters, entries_at = _read_entries(data, Shared() if shared is None else shared)
     slots = memoryview(data)[layout.slots_at(num_counters) : entries_at]
-    dump = entries.dump(data, num_counters, Slots.of(layout.records_in(slots, version)), marked_ns, progress)
+    dump = entries.dump(data, num_counters, Slots.of(layout.columns_of(slots, version)), marked_ns, progress)
     return dump, entries.main_thread
 
 

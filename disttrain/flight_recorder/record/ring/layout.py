@@ -16,7 +16,8 @@ from __future__ import annotations
 import struct
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from array import array
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import msgpack
@@ -69,12 +70,18 @@ def entries_at(num_slots: int, num_counters: int, version: int = VERSION) -> int
     return slots_at(num_counters) + (SLOT if version > 2 else _SLOT_OF_2).size * num_slots
 
 
-def records_in(slots: memoryview, version: int = VERSION) -> Iterator[tuple[int, ...]]:
-    """The contents of each slot of a ring, as in SLOT, whatever its version."""
-    return SLOT.iter_unpack(slots) if version > 2 else _records_of_2(slots)
+def columns_of(slots: memoryview, version: int = VERSION) -> list[Sequence[int]]:
+    """The fields of all slots of a ring, a column each, as in SLOT, whatever its version."""
+    if version <= 2:
+        return _columns_of_2(slots)
+    words, halves = array("Q", bytes(slots)), array("I", bytes(slots))
+    whole = [words[word::SLOT_WORDS] for word in (0, 3, 4, 5, 6)]
+    parts = [halves[half :: 2 * SLOT_WORDS] for half in range(2, 6)]
+    return [whole[0], *parts, *whole[1:]]
 
 
-def _records_of_2(slots: memoryview) -> Iterator[tuple[int, ...]]:
-    for number, site, label, sequence, flags, began_ns, ended_ns, again in _SLOT_OF_2.iter_unpack(slots):
-        waits_ns = began_ns + (flags >> 1) * 1000 if flags > 1 else 0
-        yield number, site, label, sequence, flags & 1, began_ns, waits_ns, ended_ns, again
+def _columns_of_2(slots: memoryview) -> list[Sequence[int]]:
+    columns = [*zip(*_SLOT_OF_2.iter_unpack(slots), strict=True)] or [()] * 8
+    numbers, sites, labels, sequences, flags, began_ns, ended_ns, again = columns
+    waits_ns = [began + (flag >> 1) * 1000 if flag > 1 else 0 for flag, began in zip(flags, began_ns, strict=True)]
+    return [numbers, sites, labels, sequences, [flag & 1 for flag in flags], began_ns, waits_ns, ended_ns, again]
