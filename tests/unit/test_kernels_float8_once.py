@@ -112,9 +112,9 @@ def test_shared_casts_within_activation_checkpointing(is_selective: bool) -> Non
 
 def test_a_graph_has_an_operator_once_for_equal_arguments() -> None:
     library, calls = torch.library.Library("disttrain_tests", "FRAGMENT"), []
-    library.define("doubled(Tensor x, int number) -> Tensor[]")
-    library.impl("doubled", lambda x, number: [x * 2 + number], "CompositeExplicitAutograd")
-    op = torch.ops.disttrain_tests.doubled.default
+    library.define("doubled_once(Tensor x, int number) -> Tensor[]")
+    library.impl("doubled_once", lambda x, number: [x * 2 + number], "CompositeExplicitAutograd")
+    op = torch.ops.disttrain_tests.doubled_once.default
 
     def run(x: torch.Tensor, number: int) -> list[torch.Tensor]:
         calls.append(number)
