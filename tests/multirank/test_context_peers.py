@@ -4,6 +4,7 @@ rank keeps."""
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from disttrain.kernels import Causal, attention
 from disttrain.kernels.attention.context.operator import plan_of
 from disttrain.kernels.attention.context.parts import Parts, by_document, contiguous, mirrored
 from disttrain.kernels.attention.context.peers import PeerSlots
+from disttrain.kernels.attention.context.planning import heads_cut
 from disttrain.kernels.attention.runs import dense
 from disttrain.mesh import DeviceMesh
 from disttrain.process_group import ProcessGroup
@@ -62,11 +64,13 @@ def sent_bytes(counted: Any) -> int:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_values_and_bytes(num_ranks: int) -> None:
+@pytest.mark.parametrize("group_elements", [1, 1 << 25], ids=["heads in groups", "all heads"])
+def test_values_and_bytes(num_ranks: int, group_elements: int) -> None:
     lengths = (1, num_ranks - 1, 13, 301)
     cuts = [cut(length, num_ranks) for length in lengths if length for cut in (contiguous, mirrored)]
     cuts.append(by_document([100, 201], num_ranks))
-    run_threads(num_ranks, check, Host(num_ranks), cuts, ["causal", "window", "all"])
+    with mock.patch.object(heads_cut, "_GROUP_ELEMENTS", group_elements):
+        run_threads(num_ranks, check, Host(num_ranks), cuts, ["causal", "window", "alibi", "all"])
 
 
 class NoMemory(Host):
