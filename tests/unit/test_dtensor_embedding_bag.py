@@ -92,9 +92,9 @@ def test_weighted_bags_of_equal_size(rows: torch.Tensor, options: dict[str, Any]
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 def test_a_module_of_bags(mode: str) -> None:
-    module = torch.nn.EmbeddingBag(7, 5, mode=mode, dtype=torch.float64)
-
     def called(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        # Of each rank's own: a call puts its table into the module, and ranks are threads.
+        module = torch.nn.EmbeddingBag(7, 5, mode=mode, dtype=torch.float64)
         return torch.func.functional_call(module, {"weight": table}, (rows,))
 
     check(called, normal(7, 5), ROWS, num_choices=8, gradients=True, may_be_partial=False)
