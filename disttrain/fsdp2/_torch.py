@@ -205,8 +205,8 @@ class SeveralGradients(NamedTuple):
     key: int
     """The same at all of them."""
     function: Callable[[Sequence[torch.Tensor | None]], None]
-    place: int
-    num_places: int
+    index: int
+    num_tensors: int
 
 
 def several_gradients(hook: Callable[..., Any]) -> SeveralGradients | None:
