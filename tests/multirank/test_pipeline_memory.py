@@ -78,7 +78,7 @@ def test_what_was_sent_is_not_kept_for_the_backward(name: str) -> None:
         stage = Plain()
         runner = runner_of(plan, {disttrain.get_rank(): stage})
         step(runner, 16)
-        # While forms are learnt, who sends does not wait: that could be for each other.
+        # While metadata is learnt, who sends does not wait: that could be for each other.
         stage.outputs.clear()
         stage.alive.clear()
         step(runner, 16)

@@ -1,4 +1,4 @@
-"""A pipeline whose ranks have agreed: its schedules, forms and messages, and how its ranks learn of a failure."""
+"""A pipeline whose ranks have agreed: its schedules, metadata and messages, and how its ranks learn of a failure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from disttrain.errors import DisttrainError, ScheduleError, StoreError
 from disttrain.pipelining.passes.early_receives import place_receives_early
 from disttrain.pipelining.runtime.executor import Executor
 from disttrain.pipelining.runtime.in_flight import Batch
-from disttrain.pipelining.runtime.learning import Forms
+from disttrain.pipelining.runtime.learning import MetadataExchange
 from disttrain.pipelining.runtime.losses import Losses
 from disttrain.pipelining.runtime.messages import Mail
 from disttrain.pipelining.runtime.routes import Routes
@@ -64,9 +64,9 @@ class Running:
         self._uses_copy_engines = uses_copy_engines and device.type == "cuda"
         self._mail = mail
         self._executor = Executor(stages, routes, self._mail, device, fuses_sums=fuses_sums)
-        self._forms = {
-            is_training: Forms(
-                PrefixStore("forms" if is_training else "forward", self._store),
+        self._exchanges = {
+            is_training: MetadataExchange(
+                PrefixStore("metadata" if is_training else "forward", self._store),
                 group.timeout_s,
                 self._check,
                 is_dynamic=is_dynamic,
@@ -77,10 +77,10 @@ class Running:
     def run(self, batch: Batch, losses: Losses, *, is_training: bool) -> None:
         """One pass. Collective."""
         lowered = self._lowered.get(is_training) or self._prepare(is_training)
-        forms = self._forms[is_training]
-        is_first = forms.is_learning
-        self._executor.run(lowered, forms, batch, losses)
-        if is_first and is_training and self._uses_copy_engines and not forms.is_learning:
+        exchange = self._exchanges[is_training]
+        is_first = exchange.is_learning
+        self._executor.run(lowered, exchange, batch, losses)
+        if is_first and is_training and self._uses_copy_engines and not exchange.is_learning:
             self._mail.open_channels(_pairs(lowered), max(2, slots_needed(lowered)))
 
     def fail(self, error: Exception) -> str:
