@@ -205,7 +205,7 @@ class SeveralGradients(NamedTuple):
     key: int
     """The same at all of them."""
     function: Callable[[Sequence[torch.Tensor | None]], None]
-    index: int
+    position: int
     num_tensors: int
 
 
