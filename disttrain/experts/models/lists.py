@@ -12,7 +12,7 @@ from torch import nn
 
 from disttrain.errors import ShardingError
 from disttrain.experts.crossing import GatedExperts
-from disttrain.experts.exchange.plan import ExpertCut
+from disttrain.experts.exchange.expert_cut import ExpertCut
 from disttrain.experts.expert_layer import ExpertLayer, local_part, without_experts
 from disttrain.experts.models.computation import Assumed, Computation, Stacks, named
 from disttrain.experts.models.stacking import lie_evenly, stacked

@@ -11,7 +11,7 @@ from torch import nn
 
 from disttrain.dtensor import DTensor
 from disttrain.errors import ShardingError
-from disttrain.experts.exchange.plan import ExpertCut
+from disttrain.experts.exchange.expert_cut import ExpertCut
 from disttrain.experts.expert_layer import ExpertLayer, local_part
 
 _NAME = "pretrained_state_dict"
