@@ -16,16 +16,7 @@ import torch
 from disttrain.errors import ScheduleError
 from disttrain.pipelining._torch import edge_of
 from disttrain.pipelining.model.backward import Backward
-from disttrain.pipelining.runtime.in_flight import (
-    Batch,
-    Handed,
-    InFlight,
-    Message,
-    Pass,
-    StageInput,
-    in_traces,
-    label_of,
-)
+from disttrain.pipelining.runtime.in_flight import Batch, Handed, InFlight, Input, Message, Pass, in_traces, label_of
 from disttrain.pipelining.runtime.learning import MetadataExchange
 from disttrain.pipelining.runtime.losses import Losses
 from disttrain.pipelining.runtime.message_metadata import (
@@ -37,7 +28,7 @@ from disttrain.pipelining.runtime.message_metadata import (
     received,
     sent_gradient,
 )
-from disttrain.pipelining.runtime.messages import Mail
+from disttrain.pipelining.runtime.messages import Messenger
 from disttrain.pipelining.runtime.routes import Hop, Routes
 from disttrain.pipelining.runtime.sharded import schedule_modules
 from disttrain.pipelining.runtime.streams import Streams, are_apart
@@ -68,14 +59,14 @@ class Executor:
         self,
         stages: Mapping[int, PipelineStage],
         routes: Routes,
-        mail: Mail,
+        messenger: Messenger,
         device: torch.device,
         *,
         fuses_sums: bool,
     ) -> None:
         self._stages = stages
         self._routes = routes
-        self._mail = mail
+        self._messenger = messenger
         self._fuses_sums = fuses_sums
         group = next(iter(stages.values())).group
         self._rank, self._world = group.group_rank, group.world
@@ -112,7 +103,7 @@ class Executor:
         program = self._program_of(schedule)
         self._givers, self._takers = program.givers, program.takers
         self._streams.begin(self._stages if program.overlaps and self._are_apart else ())
-        self._mail.may_wait = not exchange.is_learning
+        self._messenger.may_wait = not exchange.is_learning
         self._fuses_now = self._fuses_sums and not self._streams.run_side_by_side
         if schedule.has_backward:
             self._tied.begin()
@@ -132,7 +123,7 @@ class Executor:
             self._finish_grads(stage)
         if schedule.has_backward:
             self._take_tied()
-        self._mail.finish()
+        self._messenger.finish()
         exchange.end_pass()
         if exchange.is_learning:
             # The next pass may have none of these sizes.
@@ -175,20 +166,20 @@ class Executor:
         del args
         if module.output_metadata is not None:
             _check_example(module.output_metadata, f"what stage {stage} returns", output, "output_args")
-        flight = InFlight(backward, inputs)
+        in_flight = InFlight(backward, inputs)
         if module.is_last:
             loss = now.losses.take(microbatch, output)
             if loss is not None:
-                flight.roots, flight.root_grads = [loss], [now.losses.root_grad(loss)]
+                in_flight.roots, in_flight.root_grads = [loss], [now.losses.root_grad(loss)]
         else:
-            self._hand_on(stage, microbatch, output, flight)
+            self._hand_on(stage, microbatch, output, in_flight)
         if self._schedule.has_backward:
-            now.flights[stage, microbatch] = flight
+            now.in_flight[stage, microbatch] = in_flight
 
-    def _inputs(self, stage: int, microbatch: int) -> tuple[tuple[Any, ...], list[StageInput]]:
+    def _inputs(self, stage: int, microbatch: int) -> tuple[tuple[Any, ...], list[Input]]:
         """The arguments of a forward; and the tensors among them that come from other stages."""
         module = self._stages[stage]
-        inputs: list[StageInput] = []
+        inputs: list[Input] = []
         if module.is_first:
             args = self._now.batch.args[microbatch]
         else:
@@ -197,7 +188,7 @@ class Executor:
                 metadata, tensors = self._take(giver, stage, microbatch)
                 numbers = range(len(metadata.tensors)) if giver.numbers is None else giver.numbers
                 received_values = [
-                    StageInput(giver.stage, which, metadata.tensors[which], tensor)
+                    Input(giver.stage, which, metadata.tensors[which], tensor)
                     for which, tensor in zip(numbers, tensors, strict=True)
                 ]
                 inputs += received_values
@@ -226,14 +217,14 @@ class Executor:
         wanted = _kept(metadata, giver.numbers)
         return metadata, [received(meta, part, find_mesh) for meta, part in zip(wanted, parts, strict=True)]
 
-    def _hand_on(self, stage: int, microbatch: int, output: Any, flight: InFlight) -> None:
+    def _hand_on(self, stage: int, microbatch: int, output: Any, in_flight: InFlight) -> None:
         """To all stages that take something of it."""
         metadata, tensors = metadata_of(output, self._last_metadata.get(stage))
         self._last_metadata[stage] = metadata
         if self._schedule.has_backward:
-            flight.roots = [edge_of(tensor) for tensor in tensors]
-            flight.outputs = metadata.tensors
-            flight.meshes = [getattr(tensor, "device_mesh", None) for tensor in tensors]
+            in_flight.roots = [edge_of(tensor) for tensor in tensors]
+            in_flight.outputs = metadata.tensors
+            in_flight.meshes = [getattr(tensor, "device_mesh", None) for tensor in tensors]
         for target, numbers, is_here in self._takers[stage]:
             if numbers and numbers[-1] >= len(tensors):
                 raise ScheduleError(
@@ -251,53 +242,53 @@ class Executor:
                 self._now.outbox[message] = [part_of(tensor) for tensor in chosen]
 
     def _backward(self, action: Action) -> None:
-        flight, grads = self._landing(action)
-        tensors = [value.tensor for value in flight.inputs]
-        self._hand_back(action, flight, flight.backward.backward(flight.roots, grads, tensors))
-        del self._now.flights[action.stage, action.microbatch]  # type: ignore[arg-type]
+        in_flight, grads = self._output_grads(action)
+        tensors = [value.tensor for value in in_flight.inputs]
+        self._hand_back(action, in_flight, in_flight.backward.backward(in_flight.roots, grads, tensors))
+        del self._now.in_flight[action.stage, action.microbatch]  # type: ignore[arg-type]
 
     def _backward_input(self, action: Action) -> None:
-        flight, grads = self._landing(action)
-        tensors = [value.tensor for value in flight.inputs]
-        self._hand_back(action, flight, flight.backward.backward_input(flight.roots, grads, tensors))
+        in_flight, grads = self._output_grads(action)
+        tensors = [value.tensor for value in in_flight.inputs]
+        self._hand_back(action, in_flight, in_flight.backward.backward_input(in_flight.roots, grads, tensors))
         # Only the inputs of its weights' gradients are kept.
-        flight.inputs, flight.roots, flight.root_grads = (), (), None
+        in_flight.inputs, in_flight.roots, in_flight.root_grads = (), (), None
 
     def _backward_weight(self, action: Action) -> None:
-        flight = self._now.flights.pop((action.stage, action.microbatch))  # type: ignore[arg-type]
-        flight.backward.backward_weight()
+        in_flight = self._now.in_flight.pop((action.stage, action.microbatch))  # type: ignore[arg-type]
+        in_flight.backward.backward_weight()
 
-    def _landing(self, action: Action) -> tuple[InFlight, Sequence[torch.Tensor | None]]:
+    def _output_grads(self, action: Action) -> tuple[InFlight, Sequence[torch.Tensor | None]]:
         """A microbatch in flight, and the gradients of its stage's outputs: the sums of those that come back."""
         stage, microbatch = action.stage, action.microbatch
         assert microbatch is not None
-        flight = self._now.flights[stage, microbatch]
-        if flight.root_grads is not None:
-            return flight, flight.root_grads
-        totals: list[torch.Tensor | None] = [None] * len(flight.roots)
+        in_flight = self._now.in_flight[stage, microbatch]
+        if in_flight.root_grads is not None:
+            return in_flight, in_flight.root_grads
+        totals: list[torch.Tensor | None] = [None] * len(in_flight.roots)
         for target, numbers, is_here in self._takers[stage]:
             taken = range(len(totals)) if numbers is None else numbers
-            wanted = [which for which in taken if flight.outputs[which].wants_grad]
+            wanted = [which for which in taken if in_flight.outputs[which].wants_grad]
             message = target, stage, microbatch
             if is_here:
                 _, grads, made = self._now.handed.pop(message)
                 self._streams.follow(stage, made, grads)
             else:
                 grads = [
-                    sent_gradient(flight.outputs[which], part, flight.meshes[which])
+                    sent_gradient(in_flight.outputs[which], part, in_flight.meshes[which])
                     for which, part in zip(wanted, self._arrived(message), strict=True)
                 ]
             for which, grad in zip(wanted, grads, strict=True):
                 total = totals[which]
                 totals[which] = grad if total is None else total + grad
-        return flight, totals
+        return in_flight, totals
 
-    def _hand_back(self, action: Action, flight: InFlight, grads: Sequence[torch.Tensor | None]) -> None:
+    def _hand_back(self, action: Action, in_flight: InFlight, grads: Sequence[torch.Tensor | None]) -> None:
         """Each stage that gave something gets the gradients of it."""
         for source, _, is_here in self._givers[action.stage]:
             wanted = [
                 (value, grad)
-                for value, grad in zip(flight.inputs, grads, strict=True)
+                for value, grad in zip(in_flight.inputs, grads, strict=True)
                 if value.source == source and value.metadata.wants_grad
             ]
             message = action.stage, source, action.microbatch
@@ -322,7 +313,7 @@ class Executor:
     def _send(self, action: Action) -> None:
         stage, peer = action.stage, action.peer
         assert peer is not None
-        self._mail.send(self._now.outbox.pop((stage, peer, action.microbatch)), self._home[peer])
+        self._messenger.send(self._now.outbox.pop((stage, peer, action.microbatch)), self._home[peer])
 
     def _receive(self, action: Action) -> None:
         if self._exchange.is_learning:
@@ -336,7 +327,7 @@ class Executor:
         stage, peer = action.stage, action.peer
         assert peer is not None
         buffers = self._buffers(action)
-        self._now.inbox[peer, stage, action.microbatch] = self._mail.receive(buffers, self._home[peer]), buffers
+        self._now.inbox[peer, stage, action.microbatch] = self._messenger.receive(buffers, self._home[peer]), buffers
 
     def _buffers(self, action: Action) -> list[torch.Tensor]:
         stage, peer, microbatch = action.stage, action.peer, action.microbatch
@@ -371,7 +362,7 @@ class Executor:
         assert action.peer is not None
         self._finish_grads(action.stage)
         parts = self._tied.parts(action.stage, action.peer)
-        self._mail.send(parts, self._home[action.peer], is_regular=False)
+        self._messenger.send(parts, self._home[action.peer], is_regular=False)
 
     def _take_tied(self) -> None:
         waiting = [(action.peer, action.stage, action.microbatch) for due in self._now.due.values() for action in due]

@@ -42,7 +42,7 @@ class Handed(NamedTuple):
     made: torch.cuda.Event | None
 
 
-class StageInput(NamedTuple):
+class Input(NamedTuple):
     """A tensor that has come to a stage: number `which` of those that `source` returned."""
 
     source: int
@@ -60,7 +60,7 @@ class InFlight:
     """
 
     backward: Backward
-    inputs: Sequence[StageInput]
+    inputs: Sequence[Input]
     roots: Sequence[Root | None] = ()
     outputs: Sequence[TensorMetadata] = ()
     meshes: Sequence[Any] = ()
@@ -73,7 +73,7 @@ class Pass:
 
     batch: Batch
     losses: Losses
-    flights: dict[Microbatch, InFlight] = field(default_factory=dict)
+    in_flight: dict[Microbatch, InFlight] = field(default_factory=dict)
     outbox: dict[Message, Sequence[torch.Tensor]] = field(default_factory=dict)
     inbox: dict[Message, tuple[list[Work], Sequence[torch.Tensor]]] = field(default_factory=dict)
     handed: dict[Message, Handed] = field(default_factory=dict)
