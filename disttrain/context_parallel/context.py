@@ -69,7 +69,7 @@ def context_parallel(
 
 @torch.no_grad()
 def context_parallel_unshard(mesh: DeviceMesh, buffers: list[torch.Tensor], seq_dims: list[int]) -> list[torch.Tensor]:
-    """Gathers tensors that are cut along positions, such as logits: the wholes, on all ranks, without a gradient.
+    """Gathers tensors that are cut along positions, such as logits: whole ones, on all ranks, without a gradient.
 
     Args:   buffers, seq_dims  this rank's parts, all of as many positions, and for each its dim of positions. They are
                                cut as in the block that is running, else as `context_parallel` cuts.

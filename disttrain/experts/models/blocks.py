@@ -116,7 +116,7 @@ def block_forwards(module: nn.Module, experts: str, num_experts: int, *, is_batc
     children = [name for name, _ in module.named_children() if name != experts]
     shared = [name for name in children if "shared" in name]
     routers = [name for name in children if name not in shared and _has_rows(getattr(module, name), num_experts)]
-    wholes = [name for name in shared if "gate" not in name]
+    shared_experts = [name for name in shared if "gate" not in name]
     gates = [name for name in shared if "gate" in name]
     counts = _numbers(module, _COUNTS) or [*range(1, min(num_experts, _MOST) + 1)]
     counts = [k for k in counts if k <= num_experts]
@@ -125,7 +125,7 @@ def block_forwards(module: nn.Module, experts: str, num_experts: int, *, is_batc
     choices += [_Scores(k) for k in counts] if is_batched else list(_choices(counts, scales))
     for router in routers:
         for choice in choices:
-            for whole in (*wholes, ""):
+            for whole in (*shared_experts, ""):
                 for gate in (*gates, "") if whole else ("",):
                     for returned_index in (None, 0, 1, 2):
                         yield BlockForward(
