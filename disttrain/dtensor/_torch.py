@@ -1,4 +1,4 @@
-"""The one door to what torch keeps private about tensor subclasses, operator schemas and optimizers."""
+"""The only file of `dtensor` that uses torch's private names, of tensor subclasses, operator schemas and optimizers."""
 
 from __future__ import annotations
 

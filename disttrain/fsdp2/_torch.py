@@ -1,4 +1,4 @@
-"""The one door to what torch keeps private about modules, the autograd engine and its sharding kernels."""
+"""The only file of `fsdp2` that uses torch's private names, of modules, autograd and sharding kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one door to torch's transports: its C++ Gloo and NCCL groups, driven through a disttrain store.
+"""The only file that uses torch's transports: its C++ Gloo and NCCL groups, driven through a disttrain store.
 
 Only this file names what torch keeps private about process groups (`torch._C._distributed_c10d`). The groups are used
 as bare transports. torch's registry of process groups hears of those that are to be known there.
