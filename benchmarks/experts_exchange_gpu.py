@@ -2,7 +2,7 @@
 
     disttrain-launch --standalone --nproc-per-node 2 benchmarks/experts_exchange_gpu.py --out results.json
 
-Forward and backward of 16,384 tokens on each rank, in turns; the twin is `benchmarks/experts/twin.py`.
+Forward and backward of 16,384 tokens on each rank, in turns; the reference is `benchmarks/experts/reference.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed
-from experts import twin
+from experts import reference
 from harness import asked, keep
 
 import disttrain
@@ -55,7 +55,7 @@ def main() -> None:
     own = [weight.requires_grad_() for weight in own]
     group = torch.distributed.group.WORLD
     steps["torch"] = lambda: torch.autograd.grad(
-        twin.mixture_over(x, indices, weights, *own, group), [x, weights, *own], wish
+        reference.mixture_over(x, indices, weights, *own, group), [x, weights, *own], wish
     )
     times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(options.rounds + 3):

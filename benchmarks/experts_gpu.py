@@ -2,8 +2,9 @@
 
     python benchmarks/experts_gpu.py [--tokens 16384] [--float8] [--out FILE]
 
-The layer is measured forward and backward with uneven routing; its twin is `benchmarks/experts/twin.py`, as it is and
-compiled. `host` is the time until the host has launched a layer's forward and backward.
+The layer is measured forward and backward with uneven routing; its reference is
+`benchmarks/experts/reference.py`, as it is and compiled. `host` is the time until the host has launched a layer's
+forward and backward.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from experts import twin
+from experts import reference
 from harness import asked, flags_of, keep
 
 from disttrain.console import size_text, write
@@ -74,7 +75,7 @@ def _products(num_tokens: int, num_experts: int, k: int, dim: int, hidden: int) 
 def _layer(
     num_tokens: int, num_experts: int, k: int, dim: int, hidden: int, recipes: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Milliseconds, peak memory and host time of a layer's forward and backward, ours, in float8, and the twin's."""
+    """Milliseconds, peak memory and host time of a layer's forward and backward, ours, in float8, and torch's."""
     x = torch.randn(num_tokens, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     scores = torch.randn(num_tokens, num_experts, device="cuda").softmax(-1)
     weights, indices = scores.topk(k)
@@ -85,7 +86,7 @@ def _layer(
     down = (torch.randn(num_experts, dim, hidden, device="cuda", dtype=torch.bfloat16) * hidden**-0.5).requires_grad_()
     gate, up = (half.contiguous().detach().requires_grad_() for half in gate_up.chunk(2, 1))
     wish = torch.randn_like(x)
-    compiled = torch.compile(twin.mixture)
+    compiled = torch.compile(reference.mixture)
     form = GatedForm()
 
     def mixed(recipe: str) -> torch.Tensor:
@@ -93,13 +94,13 @@ def _layer(
 
     runs: dict[str, tuple[Callable[[], torch.Tensor], list[torch.Tensor]]] = {
         "ours": (partial(mixed, ""), [x, weights, gate_up, down]),
-        "twin": (lambda: twin.mixture(x, indices, weights, gate, up, down), [x, weights, gate, up, down]),
-        "compiled twin": (lambda: compiled(x, indices, weights, gate, up, down), [x, weights, gate, up, down]),
+        "torch": (lambda: reference.mixture(x, indices, weights, gate, up, down), [x, weights, gate, up, down]),
+        "torch compiled": (lambda: compiled(x, indices, weights, gate, up, down), [x, weights, gate, up, down]),
     }
     for recipe in recipes:
         runs[f"float8 {recipe}"] = (partial(mixed, recipe), [x, weights, gate_up, down])
     steps = {name: _step(run, leaves, wish) for name, (run, leaves) in runs.items()}
-    expected, actual = (runs[name][0]().detach().float() for name in ("twin", "ours"))
+    expected, actual = (runs[name][0]().detach().float() for name in ("torch", "ours"))
     error = float((actual - expected).norm() / expected.norm())
     seconds = dict(zip(steps, _seconds(tuple(steps.values())), strict=True))
     measured: dict[str, Any] = {

@@ -3,7 +3,7 @@
     disttrain-launch --standalone --nproc-per-node 1 benchmarks/experts_model_gpu.py --out results.json
 
 16 experts, two for each token, a billion active parameters of six. Parameters are kept in bf16. Each side is built,
-measured and given up, twice in turns, since two don't fit on a GPU. `benchmarks/experts/twin.py` is torch's layer.
+measured and given up, twice in turns, since two don't fit on a GPU. `benchmarks/experts/reference.py` is torch's layer.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def explained(parser: argparse.ArgumentParser, message: str) -> str:
         return message if message.endswith((".", "?")) else f"{message}."
     flag = message.removeprefix(_UNKNOWN).split()[0].partition("=")[0]
     flags = list(_flags(parser))
-    near = [known for known in flags if known.startswith(flag)] or difflib.get_close_matches(flag, flags, 1)
+    near = [name for name in flags if name.startswith(flag)] or difflib.get_close_matches(flag, flags, 1)
     return f"{message}. Did you mean {near[0]}?" if near else f"{message}."
 
 

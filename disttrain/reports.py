@@ -62,15 +62,15 @@ def report(
     page = _own_page()
     if page is None and not _listeners:
         return
-    given = {"step": step, "loss": loss, "tokens_per_s": tokens_per_s, **others}
-    numbers = {name: _plain(value) for name, value in given.items() if value is not None}
+    values = {"step": step, "loss": loss, "tokens_per_s": tokens_per_s, **others}
+    numbers = {name: _plain(value) for name, value in values.items() if value is not None}
     if page is not None:
         write(page, numbers)
     if _listeners:
-        known = {name: value for name, value in numbers.items() if value is not None}
-        at = known.pop("step", None)
+        told = {name: value for name, value in numbers.items() if value is not None}
+        at = told.pop("step", None)
         for listener in _listeners:
-            listener.heard(None if at is None else int(at), known)
+            listener.heard(None if at is None else int(at), told)
 
 
 class Listener(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from experts import twin
+from experts import reference
 from torch import Tensor, nn
 
 from disttrain.kernels.grouped.form import GatedForm
@@ -32,14 +32,14 @@ class Mixture(nn.Module):
 
 
 class TorchMixture(Mixture):
-    """By `experts.twin`."""
+    """By `experts.reference`."""
 
     def __init__(self, dim: int, hidden: int, num_experts: int, top_k: int) -> None:
         super().__init__(dim, hidden, num_experts, top_k)
         self.gate, self.up = (nn.Parameter(torch.empty(num_experts, hidden, dim)) for _ in range(2))
 
     def _mixed(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        return twin.mixture(tokens, indices, weights, self.gate, self.up, self.down)
+        return reference.mixture(tokens, indices, weights, self.gate, self.up, self.down)
 
 
 class OurMixture(Mixture):

@@ -1,4 +1,4 @@
-"""The one door to torch's private names for sequences that are cut."""
+"""The only file of `context_parallel` that uses torch's private names."""
 
 from __future__ import annotations
 

@@ -58,18 +58,18 @@ def context_parallel(
     axis = check_axis(NAME, mesh)
 
     def read() -> tuple[Buffers, list[int]]:
-        found = read_buffers(NAME, buffers or [], buffer_seq_dims or [], no_restore_buffers or (), axis.get_rank())
-        return found, [len(found.tensors), found.length]
+        checked = read_buffers(NAME, buffers or [], buffer_seq_dims or [], no_restore_buffers or (), axis.get_rank())
+        return checked, [len(checked.tensors), checked.length]
 
-    found = alike(NAME, axis, ("the number of buffers", "their length"), read)
-    parts = mirrored(found.length, axis.size())
-    with cut_in_place(found, parts, axis.get_local_rank()), attending(parts, axis, _METHOD.way):
+    checked = alike(NAME, axis, ("the number of buffers", "their length"), read)
+    parts = mirrored(checked.length, axis.size())
+    with cut_in_place(checked, parts, axis.get_local_rank()), attending(parts, axis, _METHOD.way):
         yield
 
 
 @torch.no_grad()
 def context_parallel_unshard(mesh: DeviceMesh, buffers: list[torch.Tensor], seq_dims: list[int]) -> list[torch.Tensor]:
-    """Gathers tensors that are cut along positions, such as logits: the wholes, on all ranks, without a gradient.
+    """Gathers tensors that are cut along positions, such as logits: whole ones, on all ranks, without a gradient.
 
     Args:   buffers, seq_dims  this rank's parts, all of as many positions, and for each its dim of positions. They are
                                cut as in the block that is running, else as `context_parallel` cuts.
@@ -80,19 +80,19 @@ def context_parallel_unshard(mesh: DeviceMesh, buffers: list[torch.Tensor], seq_
     axis = check_axis(operation, mesh)
 
     def read() -> tuple[Buffers, list[int]]:
-        found = read_buffers(operation, buffers, seq_dims, (), axis.get_rank(), may_be_parts=True)
-        return found, [len(found.tensors)]
+        checked = read_buffers(operation, buffers, seq_dims, (), axis.get_rank(), may_be_parts=True)
+        return checked, [len(checked.tensors)]
 
-    found = alike(operation, axis, ("the number of buffers",), read)
+    checked = alike(operation, axis, ("the number of buffers",), read)
     cut = current_cut()
     parts: Parts | None = cut.parts if cut is not None and cut.axis == axis else None
-    return gathered(operation, axis, parts, found.tensors, found.dims)
+    return gathered(operation, axis, parts, checked.tensors, checked.dims)
 
 
 def set_rotate_method(rotate_method: str) -> None:
     """Sets how keys and values come to the ranks in blocks of `context_parallel`: "alltoall", round in a ring, or
     "allgather", all at once. Without a call the cheaper one is taken."""
     if rotate_method not in _WAYS:
-        known = " or ".join(map(repr, _WAYS))
-        raise SettingError("set_rotate_method", f"there is no method {rotate_method!r}.", f"Give {known}.")
+        methods = " or ".join(map(repr, _WAYS))
+        raise SettingError("set_rotate_method", f"there is no method {rotate_method!r}.", f"Give {methods}.")
     _METHOD.way = _WAYS[rotate_method]

@@ -16,7 +16,7 @@ from disttrain.process_group.calls.collectives import all_gather_into_tensor
 def gathered(
     operation: str, axis: DeviceMesh, parts: Parts | None, tensors: Sequence[torch.Tensor], dims: Sequence[int]
 ) -> list[torch.Tensor]:
-    """The wholes. `parts` None: two mirrored runs each, of as many positions as all ranks have together."""
+    """The whole tensors. `parts` None: two mirrored runs each, of as many positions as all ranks have together."""
     size = tensors[0].shape[dims[0]]
     sizes = _gather(torch.tensor([size]), axis).flatten().tolist()
     if parts is None:

@@ -39,8 +39,8 @@ def attention_of_transformers(within: Callable[[], Mask | None]) -> Iterator[Non
         for (module, name), function in ((_MASKS, _no_mask), (_ATTENTIONS, _attend)):
             registry = getattr(sys.modules.get(module), name, None)
             if registry is not None:
-                own = {key: _found(function, within, registry.get(key)) for key in (*registry, "eager")}
-                stack.enter_context(_with(registry, own))
+                functions = {key: _found(function, within, registry.get(key)) for key in (*registry, "eager")}
+                stack.enter_context(_with(registry, functions))
         yield
 
 

@@ -25,7 +25,7 @@ def replica_of(
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise DataError(operation, "this rank is not on the mesh.", "Give a mesh that it is on.", rank=mesh.get_rank())
-    place = 0
+    number = 0
     for index, size in zip(coordinate, mesh.shape, strict=True):
-        place = place * size + index
-    return place, mesh.size()
+        number = number * size + index
+    return number, mesh.size()

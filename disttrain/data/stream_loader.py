@@ -120,13 +120,13 @@ class _Stream:
         return [self._epoch, self._num_rows, source_state]
 
     def go_on_from(self, state: Sequence[Any]) -> None:
-        epoch, num_rows, own = state
+        epoch, num_rows, source_state = state
         self._begin_epoch(epoch)
         self._num_rows = num_rows
         self._set_epoch()
         if self._has_state:
-            if own is not None:
-                self._source.load_state_dict(own)
+            if source_state is not None:
+                self._source.load_state_dict(source_state)
             self._iterator = iter(self._source)
         else:
             self._iterator = itertools.islice(self._source, self._num_rows, None)

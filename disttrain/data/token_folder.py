@@ -62,10 +62,10 @@ class TokenWriter:
 
     def add(self, tokens: Any, part: str = PARTS[0]) -> None:
         """Append tokens, an array or a list of integers, to a part."""
-        given = np.asarray(tokens)
-        array = given.astype(self._dtype, copy=False) if given.size else np.zeros(0, self._dtype)
-        if given.ndim != 1 or not np.array_equal(array, given):
-            problem = f"tokens of {given.dtype}, shape {given.shape}, are not integers that fit into {self._dtype}."
+        values = np.asarray(tokens)
+        array = values.astype(self._dtype, copy=False) if values.size else np.zeros(0, self._dtype)
+        if values.ndim != 1 or not np.array_equal(array, values):
+            problem = f"tokens of {values.dtype}, shape {values.shape}, are not integers that fit into {self._dtype}."
             raise DataError("TokenWriter.add", problem, "Give one row of integers, or a larger dtype.")
         waiting = self._waiting.setdefault(part, [])
         waiting.append(array)

@@ -1,4 +1,4 @@
-"""The one door to what torch keeps private about tensor subclasses, operator schemas and optimizers."""
+"""The only file of `dtensor` that uses torch's private names, of tensor subclasses, operator schemas and optimizers."""
 
 from __future__ import annotations
 
@@ -141,9 +141,9 @@ def is_kept_for_later() -> bool:
     return sys._getframe(2).f_code.co_name == "create_subclass_metadata"
 
 
-def put_on_record(tensors: Sequence[torch.Tensor], known: Iterable[Any]) -> None:
+def put_on_record(tensors: Sequence[torch.Tensor], numbers: Iterable[Any]) -> None:
     """Tells the recorder the sizes of tensors that were made while it did not record, expressed by sizes it knows
-    (`known`) where possible.
+    (`numbers`) where possible.
 
     Otherwise the recorder would take an unknown size from any input that has it: in forward, say, from a gradient.
     """
@@ -158,7 +158,7 @@ def put_on_record(tensors: Sequence[torch.Tensor], known: Iterable[Any]) -> None
     tracer: Any = mode.tracer
     by_expression = {
         number.node.expr: number
-        for number in known
+        for number in numbers
         if isinstance(number, torch.SymInt) and number in tracer.symnode_tracker
     }
     for tensor in tensors:
@@ -169,7 +169,7 @@ def put_on_record(tensors: Sequence[torch.Tensor], known: Iterable[Any]) -> None
                     proxy_tensor.set_proxy_slot(number, tracer, proxy_tensor.get_proxy_slot(same, tracer))
 
 
-def _computed_again(expression: Any, known: dict[Any, Any], tracer: Any) -> Any:
+def _computed_again(expression: Any, by_expression: dict[Any, Any], tracer: Any) -> Any:
     """A number of which it is recorded how `expression` comes of the known ones."""
     # Loaded by whoever records.
     from torch.utils._sympy.interp import sympy_interp
@@ -177,10 +177,10 @@ def _computed_again(expression: Any, known: dict[Any, Any], tracer: Any) -> Any:
     # And this one.
     from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-    if expression in known:
-        return known[expression]
+    if expression in by_expression:
+        return by_expression[expression]
     symbols = {
-        symbol: known[symbol] if symbol in known else tracer.sympy_expr_tracker[symbol].value
+        symbol: by_expression[symbol] if symbol in by_expression else tracer.sympy_expr_tracker[symbol].value
         for symbol in expression.free_symbols
     }
     return sympy_interp(PythonReferenceAnalysis, symbols, expression)

@@ -215,9 +215,9 @@ class DTensor(Traced, AsParameter, Outside, torch.Tensor):
 
     def __copy__(self) -> Self:
         """A new DTensor with the same part."""
-        twin = cast(Self, torch.Tensor.requires_grad_(self.detach(), self.requires_grad))
-        vars(twin).update({name: value for name, value in vars(self).items() if name not in vars(twin)})
-        return twin
+        copied = cast(Self, torch.Tensor.requires_grad_(self.detach(), self.requires_grad))
+        vars(copied).update({name: value for name, value in vars(self).items() if name not in vars(copied)})
+        return copied
 
     def __getitem__(self, index: Any) -> Any:
         return _getitem(self, with_places(index, self._replicated) if has_places(index) else index)

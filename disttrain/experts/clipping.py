@@ -45,10 +45,10 @@ def clip_grad_norm_(
             axes.setdefault(mesh, set()).update(part.parameters())
     parameters = list(module.parameters())
     divided = {parameter for those in axes.values() for parameter in those}
-    norms = [_norm((one for one in parameters if one not in divided), norm_type, foreach)]
+    norms = [_norm((each for each in parameters if each not in divided), norm_type, foreach)]
     for mesh, those in axes.items():
-        own = _norm((one for one in parameters if one in those), norm_type, foreach)
-        norms.append(norm_over_ranks(own.to(mesh.device_type), norm_type, mesh.get_group()))
+        local_norm = _norm((each for each in parameters if each in those), norm_type, foreach)
+        norms.append(norm_over_ranks(local_norm.to(mesh.device_type), norm_type, mesh.get_group()))
     device = norms[-1].device
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
     if error_if_nonfinite and not total.isfinite():
@@ -62,7 +62,7 @@ def clip_grad_norm_(
 
 def _norm(parameters: Iterable[nn.Parameter], norm_type: float, foreach: bool | None) -> torch.Tensor:
     # torch knows no largest element of nothing.
-    grads = [one.grad for one in parameters if one.grad is not None and one.grad.numel()]
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None and parameter.grad.numel()]
     norm: torch.Tensor = get_total_norm(grads, norm_type, foreach=foreach)
     whole: torch.Tensor = norm.full_tensor() if isinstance(norm, DTensor) else norm
     return whole.double()

@@ -46,10 +46,10 @@ def crossed(x: torch.Tensor, order: ExpertOrder, k: int, route: Route, experts: 
 
 def can_cross(x: torch.Tensor, experts: GatedExperts, trains_elsewhere: bool) -> bool:
     """True where nobody watches operators, nothing is cast, and gradients are exchanged if those of any rank are."""
-    given = (x, *experts.tensors())
-    if not are_plain(given) or any(tensor is not None and tensor.dtype != x.dtype for tensor in given):
+    tensors = (x, *experts.tensors())
+    if not are_plain(tensors) or any(tensor is not None and tensor.dtype != x.dtype for tensor in tensors):
         return False
-    return not trains_elsewhere or any(tensor is not None and tensor.requires_grad for tensor in given)
+    return not trains_elsewhere or any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 class _Crossing(torch.autograd.Function):
@@ -84,7 +84,11 @@ class _Crossing(torch.autograd.Function):
             rows = _sent(route, grads.x, is_back=True)
             of_x = kernels_of(rows).combine(rows, order.slots, order.ends, k, None)
         of_experts = (grads.gate, grads.up, grads.down, grads.gate_bias, grads.down_bias)
-        return of_x, *(one if wants else None for one, wants in zip(of_experts, wanted[1:6], strict=True)), *[None] * 5
+        return (
+            of_x,
+            *(each if wants else None for each, wants in zip(of_experts, wanted[1:6], strict=True)),
+            *[None] * 5,
+        )
 
 
 _cross: Final[Any] = _Crossing.apply
@@ -97,4 +101,4 @@ def _sent(route: Route, rows: torch.Tensor, *, is_back: bool) -> torch.Tensor:
 
 def _plain(tensors: Any) -> ExpertWeights:
     gate, *others = tensors
-    return ExpertWeights(gate.contiguous(), *(None if one is None else one.contiguous() for one in others))  # type: ignore[arg-type]
+    return ExpertWeights(gate.contiguous(), *(None if tensor is None else tensor.contiguous() for tensor in others))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The one door to what torch keeps private about modules, the autograd engine and its sharding kernels."""
+"""The only file of `fsdp2` that uses torch's private names, of modules, autograd and sharding kernels."""
 
 from __future__ import annotations
 
@@ -205,8 +205,8 @@ class SeveralGradients(NamedTuple):
     key: int
     """The same at all of them."""
     function: Callable[[Sequence[torch.Tensor | None]], None]
-    place: int
-    num_places: int
+    position: int
+    num_tensors: int
 
 
 def several_gradients(hook: Callable[..., Any]) -> SeveralGradients | None:

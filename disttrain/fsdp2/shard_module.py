@@ -83,8 +83,8 @@ def fully_shard(
     for each in modules:
         _check(each, mesh, reshard_after_forward)
     policies = (mp_policy, MixedPrecisionPolicy), (offload_policy, OffloadPolicy), (transfer_policy, TransferPolicy)
-    for given, kind in policies:
-        _check_policy(given, kind)
+    for value, kind in policies:
+        _check_policy(value, kind)
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
     offload = offload_policy if offload_policy is not None else OffloadPolicy()
     device = torch.device("cpu") if mesh.device_type == "cpu" else mesh.world.device

@@ -196,7 +196,7 @@ class ShardState:
             note_values(self.groups)
         args, kwargs = self._cast_inputs(args, kwargs)
         # Of nested calls, the inputs of the outermost one signal the end of the backward of all.
-        is_first = (is_recomputation or unit.begins_with(module)) and is_outermost
+        is_first = (is_recomputation or unit.begins_first()) and is_outermost
         if torch.is_grad_enabled() and self.groups and is_first:
             args, kwargs = watch_inputs(self.post_backward, args, kwargs)
         self._forwards.note(arguments, (args, kwargs))

@@ -145,12 +145,12 @@ def trace_in_place_of(
         if kwargs or torch.compiler.is_exporting() or not is_seen(args):
             return mode.__torch_dispatch__(func, types, args, kwargs or {})
         # Graphs do not see afterwards that launches of kernels are equal.
-        known = vars(mode).setdefault(f"_disttrain_{op}", {}) if is_once else {}
+        results = vars(mode).setdefault(f"_disttrain_{op}", {}) if is_once else {}
         keys, kept = zip(*map(key_of, args), strict=True) if is_once else ((), ())
-        if keys not in known:
+        if keys not in results:
             with mode, _traced_launches():
-                known[keys] = run(*args), kept
-        return known[keys][0]
+                results[keys] = run(*args), kept
+        return results[keys][0]
 
     torch.library.register_torch_dispatch(op, functional_tensor.FunctionalTensorMode, decompose, lib=library)
 

@@ -48,11 +48,11 @@ def named_only(graph: fx.Graph) -> nn.Module:
     """A module that has what the graph reads by name, and nothing in it."""
     root = nn.Module()
     for node in graph.nodes:
-        place = root
+        module = root
         for name in node.target.split(".") if node.op in ("call_module", "get_attr") else ():
-            if not hasattr(place, name):
-                place.add_module(name, nn.Module())
-            place = getattr(place, name)
+            if not hasattr(module, name):
+                module.add_module(name, nn.Module())
+            module = getattr(module, name)
     return root
 
 

@@ -1,4 +1,4 @@
-"""The one door to what torch keeps private about constants of graphs: objects that compilers compare and don't read."""
+"""The only file of `mesh` that uses torch's private names, of objects that graphs have as constants."""
 
 from __future__ import annotations
 

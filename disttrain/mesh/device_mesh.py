@@ -376,9 +376,9 @@ def init_device_mesh(
         hash(device_type)
         names = None if mesh_dim_names is None else tuple(mesh_dim_names)
     except TypeError as error:
-        given = f"device_type={device_type!r}, mesh_shape={mesh_shape!r} and mesh_dim_names={mesh_dim_names!r}"
+        arguments = f"device_type={device_type!r}, mesh_shape={mesh_shape!r} and mesh_dim_names={mesh_dim_names!r}"
         remedy = 'Give a type, as "cpu", numbers, and names.'
-        raise MeshError("init_device_mesh", f"{given} are given: {error}.", remedy, rank=world.rank) from error
+        raise MeshError("init_device_mesh", f"{arguments} are given: {error}.", remedy, rank=world.rank) from error
     if math.prod(shape) != world.world_size:
         raise MeshError(
             "init_device_mesh",

@@ -1,4 +1,4 @@
-"""The one door to what torch keeps private about hooks and memory of tensors, the autograd engine and nested values."""
+"""The only file of `pipelining` that uses torch's private names, of tensors, autograd and nested values."""
 
 from __future__ import annotations
 

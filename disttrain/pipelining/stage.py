@@ -14,7 +14,7 @@ from disttrain.dtensor import DTensor
 from disttrain.errors import ScheduleError
 from disttrain.lazy_names import absent_names
 from disttrain.mesh import DeviceMesh
-from disttrain.pipelining.runtime.message_metadata import form_of
+from disttrain.pipelining.runtime.message_metadata import metadata_of
 from disttrain.pipelining.runtime.refusing import refusing
 from disttrain.pipelining.runtime.routes import Value
 from disttrain.pipelining.runtime.sharded import ScheduledModule, scheduled_modules
@@ -80,8 +80,8 @@ class PipelineStage:
                 self.inputs = None if inputs is None else tuple(inputs)
                 self.tied = dict({} if tied is None else tied)
             self._check(dw_builder)
-        self.input_form = None if input_args is None else form_of(as_arguments(input_args))[0].without_grad()
-        self.output_form = None if output_args is None else form_of(output_args)[0].without_grad()
+        self.input_metadata = None if input_args is None else metadata_of(as_arguments(input_args))[0].without_grad()
+        self.output_metadata = None if output_args is None else metadata_of(output_args)[0].without_grad()
 
     def __getattr__(self, name: str) -> Any:
         """Tells schedules of torch's, which ask a stage of theirs for more, whose this one is."""

@@ -1,4 +1,4 @@
-"""The one door to torch's transports: its C++ Gloo and NCCL groups, driven through a disttrain store.
+"""The only file that uses torch's transports: its C++ Gloo and NCCL groups, driven through a disttrain store.
 
 Only this file names what torch keeps private about process groups (`torch._C._distributed_c10d`). The groups are used
 as bare transports. torch's registry of process groups hears of those that are to be known there.
@@ -257,8 +257,8 @@ class TorchRegistration:
 
 def tell_ranks(group: Any, ranks: Ranks, backend: str) -> None:
     """Let torch's functions in Python translate ranks for a group of ours, and know its backend."""
-    known: Any = distributed_c10d._world
-    known.pg_group_ranks[group], known.pg_backend_config[group] = Positions(ranks), backend
+    torch_world: Any = distributed_c10d._world
+    torch_world.pg_group_ranks[group], torch_world.pg_backend_config[group] = Positions(ranks), backend
 
 
 def forget_ranks(group: Any) -> None:

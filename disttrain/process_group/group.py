@@ -80,8 +80,8 @@ class ProcessGroup:
         self.torch_group: Any = None
         self.registration: TorchRegistration | None = None
         """torch's ProcessGroup over the same transports, and torch's own object for the group, if there are."""
-        self.mail: Any = None
-        """The messages of pipelines over this group, once there is a pipeline (`pipelining/runtime/messages.py`)."""
+        self.messenger: Any = None
+        """Sends the messages of pipelines over this group, once there is one (`pipelining/runtime/messages.py`)."""
         self.transfer_cost: Any = None
         """The cost of a gather over it, once it has been measured (`fsdp2/transfers/measuring.py`)."""
         self.costs_of_mesh: dict[Any, Any] = {}

@@ -1,4 +1,4 @@
-"""The one door to what torch keeps private about modules."""
+"""The only file of `tp` that uses torch's private names, of modules."""
 
 from __future__ import annotations
 

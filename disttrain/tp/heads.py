@@ -108,8 +108,8 @@ class Together(ParallelStyle):
         self.styles = styles
 
     def _cuts(self, module: nn.Module, axis: Axis) -> Mapping[str, Cut] | None:
-        known = [cuts for style in self.styles if (cuts := style._cuts(module, axis)) is not None]
-        return {name: cut for cuts in known for name, cut in cuts.items()} if known else None
+        of_styles = [cuts for style in self.styles if (cuts := style._cuts(module, axis)) is not None]
+        return {name: cut for cuts in of_styles for name, cut in cuts.items()} if of_styles else None
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for style in self.styles:

@@ -21,7 +21,7 @@ class PrepareFirst:
     """A hook that gives a module its first input as a DTensor that lies as it computes best."""
 
     axis: Axis
-    given: Placement
+    layout: Placement
     wanted: Placement
     name: str
     """By which the input may come."""
@@ -36,7 +36,7 @@ class PrepareFirst:
     def _placed(self, x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        placed = as_dtensor(x, self.given, self.axis)
+        placed = as_dtensor(x, self.layout, self.axis)
         return placed if placed.placements == (self.wanted,) else placed.redistribute(placements=[self.wanted])
 
 
@@ -53,9 +53,9 @@ class FinishOutput:
         return output
 
 
-def hook(module: nn.Module, axis: Axis, given: Placement, wanted: Placement, finish: FinishOutput) -> None:
-    """Let a module compute with its first input laid out as `wanted`; plain ones lie as `given`."""
-    hook_before(module, PrepareFirst(axis, given, wanted, first_input_name(module)))
+def hook(module: nn.Module, axis: Axis, layout: Placement, wanted: Placement, finish: FinishOutput) -> None:
+    """Let a module compute with its first input laid out as `wanted`; plain ones lie as `layout`."""
+    hook_before(module, PrepareFirst(axis, layout, wanted, first_input_name(module)))
     hook_after(module, finish)
 
 

@@ -57,11 +57,11 @@ class PrepareModuleInput(ParallelStyle):
         self.shared_by = shared_by
 
     def _cuts(self, module: nn.Module, axis: Axis) -> None:
-        given, wanted = as_tuple(self.input_layouts), as_tuple(self.desired_input_layouts)
+        layouts, wanted = as_tuple(self.input_layouts), as_tuple(self.desired_input_layouts)
         if self.input_layouts is None and self.input_kwarg_layouts is None:
             _refuse("neither input_layouts nor input_kwarg_layouts are given.", "Say how the inputs lie.", axis)
         if self.input_layouts is not None:
-            _check_pairs(self, "input_layouts", given, "desired_input_layouts", wanted, axis)
+            _check_pairs(self, "input_layouts", layouts, "desired_input_layouts", wanted, axis)
         by_name, wanted_by_name = self.input_kwarg_layouts or {}, self.desired_input_kwarg_layouts or {}
         if by_name.keys() != wanted_by_name.keys():
             _refuse(
@@ -81,11 +81,11 @@ class PrepareModuleInput(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         axis = Axis.of("parallelize_module", device_mesh)
         self._cuts(module, axis)
-        given, wanted = as_tuple(self.input_layouts), as_tuple(self.desired_input_layouts)
+        layouts, wanted = as_tuple(self.input_layouts), as_tuple(self.desired_input_layouts)
         positional = None
         if self.input_layouts is not None:
             positional = tuple(
-                _Conversion(axis, g, w, self.use_local_output) for g, w in zip(given, wanted, strict=True)
+                _Conversion(axis, g, w, self.use_local_output) for g, w in zip(layouts, wanted, strict=True)
             )
         wanted_by_name = self.desired_input_kwarg_layouts or {}
         named = {
@@ -118,14 +118,16 @@ class PrepareModuleOutput(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _cuts(self, module: nn.Module, axis: Axis) -> None:
-        given, wanted = as_tuple(self.output_layouts), as_tuple(self.desired_output_layouts)
-        _check_pairs(self, "output_layouts", given, "desired_output_layouts", wanted, axis)
+        layouts, wanted = as_tuple(self.output_layouts), as_tuple(self.desired_output_layouts)
+        _check_pairs(self, "output_layouts", layouts, "desired_output_layouts", wanted, axis)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         axis = Axis.of("parallelize_module", device_mesh)
         self._cuts(module, axis)
-        given, wanted = as_tuple(self.output_layouts), as_tuple(self.desired_output_layouts)
-        conversions = tuple(_Conversion(axis, g, w, self.use_local_output) for g, w in zip(given, wanted, strict=True))
+        layouts, wanted = as_tuple(self.output_layouts), as_tuple(self.desired_output_layouts)
+        conversions = tuple(
+            _Conversion(axis, g, w, self.use_local_output) for g, w in zip(layouts, wanted, strict=True)
+        )
         hook_after(module, _PrepareOutputs(conversions))
         return module
 
@@ -171,30 +173,30 @@ class PrepareModuleInputOutput(ParallelStyle):
 
 
 class _Conversion:
-    """Of one input or output, which lies as `given` if it is plain; None leaves it alone."""
+    """Of one input or output, which lies as `layout` if it is plain; None leaves it alone."""
 
-    def __init__(self, axis: Axis, given: Placement | None, wanted: Placement | None, use_local: bool) -> None:
-        self.axis, self.given, self.use_local = axis, given, use_local
-        self.wanted = wanted or given
+    def __init__(self, axis: Axis, layout: Placement | None, wanted: Placement | None, use_local: bool) -> None:
+        self.axis, self.layout, self.use_local = axis, layout, use_local
+        self.wanted = wanted or layout
         self.sharing: Sharing | None = None
 
     def __call__(self, value: Any) -> Any:
-        if self.given is None or self.wanted is None or value is None:
+        if self.layout is None or self.wanted is None or value is None:
             return value
         if not isinstance(value, torch.Tensor):
             raise LayoutError(
                 "tensor parallel",
-                f"a layout {self.given} is given for {type(value).__name__} {value!r}.",
+                f"a layout {self.layout} is given for {type(value).__name__} {value!r}.",
                 "Give None for what is no tensor.",
                 rank=self.axis.world_rank,
             )
-        return given_out(as_dtensor(value, self.given, self.axis), self.wanted, self.use_local)
+        return given_out(as_dtensor(value, self.layout, self.axis), self.wanted, self.use_local)
 
     @property
     def gathered_from(self) -> Shard | None:
         """The cut of a plain input that is gathered, so that layers can be computed together; None for others."""
         is_gather = not self.use_local and self.wanted == Replicate()
-        return self.given if is_gather and isinstance(self.given, Shard) else None
+        return self.layout if is_gather and isinstance(self.layout, Shard) else None
 
 
 class PrepareInputs:
@@ -279,13 +281,13 @@ class _PrepareOutputs:
 
 
 def _check_pairs(
-    style: ParallelStyle, name: str, given: Sequence[Any], wanted_name: str, wanted: Sequence[Any], axis: Axis
+    style: ParallelStyle, name: str, layouts: Sequence[Any], wanted_name: str, wanted: Sequence[Any], axis: Axis
 ) -> None:
-    for each, values in ((name, given), (wanted_name, wanted)):
+    for each, values in ((name, layouts), (wanted_name, wanted)):
         for value in values:
             check_placements(style, axis, **{each: value})
-    if len(given) != len(wanted):
-        _refuse(f"{len(given)} {name} and {len(wanted)} {wanted_name} are given.", "Give as many of both.", axis)
+    if len(layouts) != len(wanted):
+        _refuse(f"{len(layouts)} {name} and {len(wanted)} {wanted_name} are given.", "Give as many of both.", axis)
 
 
 def _refuse(problem: str, remedy: str, axis: Axis) -> None:

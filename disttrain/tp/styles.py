@@ -187,9 +187,9 @@ def check_uncut(style: ParallelStyle, module: nn.Module, axis: Axis) -> None:
         )
 
 
-def check_placements(style: ParallelStyle, axis: Axis, **given: Any) -> None:
-    """Raise ShardingError where one of `given`, by name, is neither a placement nor None."""
-    for name, value in given.items():
+def check_placements(style: ParallelStyle, axis: Axis, **placements: Any) -> None:
+    """Raise ShardingError where one of `placements`, by name, is neither a placement nor None."""
+    for name, value in placements.items():
         if value is not None and not isinstance(value, Placement):
             _refuse(
                 f"{name} of {type(style).__name__} is {value!r}.",

@@ -112,13 +112,13 @@ def _let_go_of_others(model: Llama, stages: list[nn.Module]) -> None:
     for parent in (model, model.blocks):
         for name, part in list(parent.named_children()):
             if part not in own and part is not model.blocks:
-                twin = ends.get(name)
-                parent.add_module(name, _Named(twin) if twin in own else nn.Identity())
+                other_end = ends.get(name)
+                parent.add_module(name, _Named(other_end) if other_end in own else nn.Identity())
 
 
 class _Named(nn.Module):
     """Gives a rank's copy of the tied matrix the other end's name as well, as in a model that is whole."""
 
-    def __init__(self, twin: nn.Module) -> None:
+    def __init__(self, other_end: nn.Module) -> None:
         super().__init__()
-        self.weight = twin.weight
+        self.weight = other_end.weight

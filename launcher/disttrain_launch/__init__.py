@@ -7,7 +7,7 @@ The parts, from the command line inwards:
     clusters/           what Slurm, Kubernetes or MPI say about this node, as flags that nobody gave; pure
     submit/             the same flags as a batch script, a manifest, or launchers started by ssh
     rendezvous/
-      rounds, messages  nodes, places and ranks; what nodes and node 0 tell each other; pure
+      rounds, messages  nodes, rounds and ranks; what nodes and node 0 tell each other; pure
       state             nodes that come, go and fail in, rounds out; pure, as are node_numbers, pending, refusals,
                         restarts beside it
       node0             its shell over disttrain.store; sweeping removes what old rounds left there

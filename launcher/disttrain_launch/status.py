@@ -69,8 +69,8 @@ def _looks(options: argparse.Namespace) -> Iterator[list[Sight]]:
     stores: dict[Address, PrefixStore] = {}
     try:
         while True:
-            given = _look(stores, _given(options)) if options.endpoint else None
-            yield ([] if given is None else [given]) if options.endpoint else _all_here(stores)
+            sight = _look(stores, _given(options)) if options.endpoint else None
+            yield ([] if sight is None else [sight]) if options.endpoint else _all_here(stores)
             if not options.watch:
                 return
             time.sleep(1.0)

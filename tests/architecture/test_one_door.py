@@ -73,7 +73,7 @@ def test_only_the_settings_read_the_environment(library: list[Source]) -> None:
     assert found == []
 
 
-def test_two_files_know_the_private_names_of_torch(library: list[Source]) -> None:
+def test_few_files_know_the_private_names_of_torch(library: list[Source]) -> None:
     """Names of operators (`torch.ops.aten._to_copy`) are not private: they are what dispatch hands over."""
     found = [
         f"{place}: {name}"

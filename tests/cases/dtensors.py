@@ -61,8 +61,8 @@ def check_same(
     *,
     with_gradients: bool = True,
 ) -> Any:
-    """`function` of DTensors laid out so is `function` of the wholes, and so are its gradients; twice, since the second
-    call takes another way. Returns: the DTensor results."""
+    """`function` of DTensors laid out so is `function` of whole tensors, and so are its gradients; twice, since the
+    second call takes another way. Returns: the DTensor results."""
     expected = _as_list(function(*[whole.clone() for whole in wholes]))
     note = f"layouts {layouts} of shapes {[tuple(whole.shape) for whole in wholes]} on {mesh.shape}"
     for _ in range(2):

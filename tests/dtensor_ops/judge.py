@@ -188,7 +188,7 @@ def _notices_wholes(outcome: Outcome) -> Any:
     check_may_gather = whole._check_may_gather
 
     def noticed(facts: OpFacts, spec: Spec) -> None:
-        # `out=` lies as the caller says, so all its forms compute on wholes; a number is one, wherever it comes from.
+        # `out=` lies as the caller says, so all its forms compute on whole tensors; a number is whole wherever it is.
         if not (facts.is_random or facts.returns_data or -1 in facts.mutated):
             outcome.wholes.add(facts.name)
         check_may_gather(facts, spec)

@@ -31,8 +31,8 @@ MEANINGS = {
 }
 
 WAYS = """What runs by rules computes on the ranks' parts, and moves what it must. What has no rule gathers its
-operands: every rank computes the whole, and a warning says so once. Not counted are `out=` (computed on wholes, since
-it lies as the caller says), numbers that are read (`item`), and random numbers (drawn alike on all ranks).
+operands: every rank computes the whole, and a warning says so once. Not counted are `out=` (computed on whole tensors,
+since it lies as the caller says), numbers that are read (`item`), and random numbers (drawn alike on all ranks).
 """
 
 
@@ -53,7 +53,7 @@ def row(outcome: Outcome) -> str:
 
 
 def way(outcome: Outcome) -> str:
-    """How the operator runs: by rules, or some of it on wholes."""
+    """How the operator runs: by rules, or some of it on whole tensors."""
     return "" if outcome.verdict == NO_CASE else "whole" if outcome.wholes else "rules"
 
 

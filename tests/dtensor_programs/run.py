@@ -117,7 +117,7 @@ def replay(run: Run, steps: Sequence[Step], refused: Any) -> Run:
 
 
 def snapshot(run: Run) -> dict[str, Any]:
-    """All values and gradients, by name. Of DTensors the wholes, which is collective."""
+    """All values and gradients, by name. Of DTensors the full tensors, which is collective."""
     found: dict[str, Any] = {}
     for number, result in run.values.items():
         for item, leaf in enumerate(leaves_of(result)):

@@ -32,7 +32,7 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> to
 
 
 def agree(compute: Callable[..., torch.Tensor], wholes: list[torch.Tensor], placements: list[Placement]) -> None:
-    """Compare values and gradients of the parts with those of the wholes."""
+    """Compare values and gradients of the parts with those of whole tensors."""
     mesh = mesh_of_all()
     alone = [whole.clone().requires_grad_(whole.is_floating_point()) for whole in wholes]
     cut: list[Any] = [

@@ -41,14 +41,14 @@ def test_as_many_are_kept_as_the_schedule_says(name: str) -> None:
             nonlocal most
             assert runner._running is not None
             # The one that is now computed comes to them.
-            most = max(most, len(runner._running._executor._now.flights) + 1)
+            most = max(most, len(runner._running._executor._now.in_flight) + 1)
 
         for stage in stages.values():
             stage.register_forward_hook(count)
         step(runner, 9)
         step(runner, 9)
         assert runner._running is not None
-        assert not runner._running._executor._now.flights
+        assert not runner._running._executor._now.in_flight
         return most
 
     assert run_threads(3, rank) == [peak.held for peak in peaks(lower(plan))]
@@ -78,7 +78,7 @@ def test_what_was_sent_is_not_kept_for_the_backward(name: str) -> None:
         stage = Plain()
         runner = runner_of(plan, {disttrain.get_rank(): stage})
         step(runner, 16)
-        # While forms are learnt, who sends does not wait: that could be for each other.
+        # While metadata is learnt, who sends does not wait: that could be for each other.
         stage.outputs.clear()
         stage.alive.clear()
         step(runner, 16)

@@ -23,7 +23,7 @@ from disttrain_launch.rendezvous.messages import (
     Wait,
     Word,
 )
-from disttrain_launch.rendezvous.rounds import Node, Phase, Place, Terms
+from disttrain_launch.rendezvous.rounds import Assignment, Node, Phase, Terms
 from disttrain_launch.rendezvous.state import Command, Event, NodeLost, Rendezvous, Tell, TimePassed
 from disttrain_launch.workers.outcome import Failed, Interrupted, Outcome, Succeeded
 
@@ -63,7 +63,7 @@ class Cluster:
     machine: Rendezvous = field(init=False)
     players: dict[str, Player] = field(default_factory=dict)
     reports: list[Report] = field(default_factory=list)
-    places: list[dict[str, Place]] = field(default_factory=list)
+    assignments: list[dict[str, Assignment]] = field(default_factory=list)
     """By round."""
     formed: Formed | None = None
     """As it lies in the store."""
@@ -94,7 +94,7 @@ class Cluster:
         player = self.players[agent]
         assert player.running is not None
         player.has_failed = True
-        self.reports.append(Ended(agent, player.running, failed(self.places[player.running][agent].first_rank)))
+        self.reports.append(Ended(agent, player.running, failed(self.assignments[player.running][agent].first_rank)))
 
     def stop(self, agent: str) -> None:
         """The last worker of this node is gone."""
@@ -121,8 +121,8 @@ class Cluster:
             return
         player.has_heard = True
         match player.word:
-            case Run(place) if player.running is None:
-                player.running = place.round
+            case Run(assignment) if player.running is None:
+                player.running = assignment.round
             case Stop(round) if player.running is None:
                 self.reports.append(Stopped(agent, round))
             case Stop() | Done():
@@ -167,7 +167,7 @@ class Cluster:
     # What must hold.
 
     def feed(self, event: Event) -> None:
-        begun: dict[str, Place] = {}
+        begun: dict[str, Assignment] = {}
         commands = self.machine.handle(event, self.now_s)
         self.check_chronicle(event, commands)
         for command in commands:
@@ -176,7 +176,7 @@ class Cluster:
             if not isinstance(command, Tell):
                 continue
             if isinstance(command.word, Run):
-                begun[command.agent] = command.word.place
+                begun[command.agent] = command.word.assignment
                 assert command.word.num_restarts <= self.terms.max_restarts
             player = self.players[command.agent]
             player.word, player.has_heard = command.word, False
@@ -199,18 +199,22 @@ class Cluster:
                 placed = sorted(node.group_rank for node in state.nodes if node.group_rank is not None)
                 assert placed == [node["group_rank"] for node in record["nodes"]]
 
-    def check_round(self, begun: dict[str, Place]) -> None:
-        number = len(self.places)
-        before = self.places[-1] if self.places else {}
-        self.places.append(begun)
-        assert {place.round for place in begun.values()} == {number}
+    def check_round(self, begun: dict[str, Assignment]) -> None:
+        number = len(self.assignments)
+        before = self.assignments[-1] if self.assignments else {}
+        self.assignments.append(begun)
+        assert {assignment.round for assignment in begun.values()} == {number}
         assert self.terms.min_nodes <= len(begun) <= self.terms.max_nodes
         ordered = sorted(begun.items(), key=lambda item: item[1].group_rank)
         first_rank = 0
-        for group_rank, (agent, place) in enumerate(ordered):
-            assert (place.group_rank, place.first_rank, place.num_nodes) == (group_rank, first_rank, len(begun))
+        for group_rank, (agent, assignment) in enumerate(ordered):
+            assert (assignment.group_rank, assignment.first_rank, assignment.num_nodes) == (
+                group_rank,
+                first_rank,
+                len(begun),
+            )
             first_rank += self.players[agent].node.num_local_workers
-        assert {place.world_size for place in begun.values()} == {first_rank}
+        assert {assignment.world_size for assignment in begun.values()} == {first_rank}
         assert ordered[0][0] == self.leader
         for agent in begun.keys() & before.keys() - {self.leader}:
             assert begun[agent].group_rank == before[agent].group_rank or before[agent].group_rank >= len(begun)

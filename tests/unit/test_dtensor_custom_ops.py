@@ -1,4 +1,4 @@
-"""Operators of users without a rule: they run on wholes, say so, and write where they should."""
+"""Operators of users without a rule: they run on whole tensors, say so, and write where they should."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from disttrain.experts.exchange.arrangement import arrange
 from disttrain.experts.exchange.blocks import Blocks, paths_of
-from disttrain.experts.exchange.plan import ExchangePlan
+from tests.cases.exchange_plan import ExchangePlan
 
 ROUTINGS = st.integers(1, 7).flatmap(
     lambda num_experts: st.tuples(

@@ -154,9 +154,9 @@ def test_nothing_whole_remains_of_a_stage_that_is_freed() -> None:
                 elif word.endswith("F3"):
                     assert whole_bytes(stage) > sum(p.numel() * 8 for p in reference[number].parameters())
         assert whole_bytes(nn.ModuleList(stages)) == 0
-        # Nor do gradients of whole parameters.
-        wholes = [param.unsharded for stage in stages for group in groups_of(stage) for param in group.params]
-        assert [whole.grad for whole in wholes] == [None] * len(wholes)
+        # Nor do gradients of parameter parameters.
+        unsharded = [param.unsharded for stage in stages for group in groups_of(stage) for param in group.params]
+        assert [parameter.grad for parameter in unsharded] == [None] * len(unsharded)
 
     run_threads(2, body)
 

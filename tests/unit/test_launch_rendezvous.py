@@ -32,7 +32,7 @@ from disttrain_launch.rendezvous.messages import (
 from disttrain_launch.rendezvous.node0 import Leader, Pulse
 from disttrain_launch.rendezvous.node_numbers import choose_group_ranks
 from disttrain_launch.rendezvous.restarts import Again, GiveUp, Restarts
-from disttrain_launch.rendezvous.rounds import Node, Phase, Place, Terms, name_nodes
+from disttrain_launch.rendezvous.rounds import Assignment, Node, Phase, Terms, name_nodes
 from disttrain_launch.rendezvous.state import Command, NodeLost, Rendezvous, Tell, TimePassed, Warn
 from disttrain_launch.workers.outcome import Changed, Failed, Interrupted, Lost, Outcome, Requeued, Succeeded
 from tests.state_machines.rendezvous import failed
@@ -57,11 +57,13 @@ def test_every_order_gives_the_same_round(order: list[int], data: st.DataObject)
     machine, commands = machine_of(
         num_nodes, *(node(rank, num_nodes) for rank in [*order[:-1], *repeated, *order[-1:]])
     )
-    places = {f"agent-{rank}": Place(0, rank, 2 * rank, num_nodes, 2 * num_nodes) for rank in range(num_nodes)}
+    assignments = {
+        f"agent-{rank}": Assignment(0, rank, 2 * rank, num_nodes, 2 * num_nodes) for rank in range(num_nodes)
+    }
     formed, *told = commands
-    assert formed == Formed(0, 0, list(places))
+    assert formed == Formed(0, 0, list(assignments))
     assert {command.agent: command.word for command in told} == {  # type: ignore[union-attr]
-        agent: Run(place, 0) for agent, place in places.items()
+        agent: Run(assignment, 0) for agent, assignment in assignments.items()
     }
     assert (machine.phase, machine.awaited) == (Phase.RUNNING, "")
 
@@ -122,7 +124,7 @@ def test_other_numbers_of_workers_are_said_and_counted() -> None:
     machine, (warning, _, *told) = machine_of(2, node(1, 2, num_local_workers=3))
     said = "node 1 (host-1) has --nproc-per-node 3, node 0 (host-0) has 2; the job counts each node's own."
     assert warning == Warn(said)
-    assert [command.word.place.world_size for command in told] == [5, 5]  # type: ignore[union-attr]
+    assert [command.word.assignment.world_size for command in told] == [5, 5]  # type: ignore[union-attr]
     assert machine.phase is Phase.RUNNING
 
 
@@ -180,7 +182,7 @@ def test_a_failure_since_a_node_is_gone_counts_as_its_loss() -> None:
     given_up, _, begun = machine.handle(NodeLost("agent-1"), 9.0)
     assert isinstance(given_up, Tell)
     assert given_up.agent == "agent-1"
-    assert begun == Tell("agent-0", Run(Place(1, 0, 0, 1, 2), 0))
+    assert begun == Tell("agent-0", Run(Assignment(1, 0, 0, 1, 2), 0))
 
 
 def test_a_launcher_that_is_started_again_waits_until_the_old_one_is_missed() -> None:
@@ -193,7 +195,7 @@ def test_a_launcher_that_is_started_again_waits_until_the_old_one_is_missed() ->
     assert [command.agent for command in lost if isinstance(command, Tell)] == ["agent-1", "agent-0"]
     formed, *begun = machine.handle(Stopped("agent-0", 0), 6.0)
     assert formed == Formed(1, 0, ["agent-0", "again"])
-    assert [(command.agent, command.word.place.group_rank) for command in begun] == [("agent-0", 0), ("again", 1)]  # type: ignore[union-attr]
+    assert [(command.agent, command.word.assignment.group_rank) for command in begun] == [("agent-0", 0), ("again", 1)]  # type: ignore[union-attr]
 
 
 def test_who_wants_the_rank_of_a_living_node_is_refused_in_time() -> None:
@@ -221,7 +223,12 @@ OUTCOMES: list[Outcome] = [Succeeded(), failed(1, -9), Interrupted(15, 1, "h"), 
 
 
 def test_messages_travel() -> None:
-    words: list[Word] = [Run(Place(1, 2, 3, 4, 5), 6, 7), Wait("for it"), Refused("no", "yes"), Done(Succeeded(), "n")]
+    words: list[Word] = [
+        Run(Assignment(1, 2, 3, 4, 5), 6, 7),
+        Wait("for it"),
+        Refused("no", "yes"),
+        Done(Succeeded(), "n"),
+    ]
     words += [Stop(3, outcome) for outcome in OUTCOMES]
     assert [decode(encode(word)) for word in words] == words
     reports = [
@@ -365,4 +372,4 @@ def test_a_node_that_leaves_after_it_has_saved_says_so_and_the_others_go_on() ->
     machine.handle(Ended("agent-1", 0, requeued), 1.0)
     assert Tell("agent-1", Done(requeued)) in machine.handle(Stopped("agent-1", 0), 1.0)
     again = machine.handle(Stopped("agent-0", 0), 1.0)
-    assert [command.word.place.round for command in again if isinstance(command, Tell)] == [1]  # type: ignore[union-attr]
+    assert [command.word.assignment.round for command in again if isinstance(command, Tell)] == [1]  # type: ignore[union-attr]

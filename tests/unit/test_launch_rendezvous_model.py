@@ -224,7 +224,7 @@ def test_a_successor_counts_on_though_all_who_ran_are_gone() -> None:
     cluster.inherit("a1")
     cluster.inherit("a2")
     cluster.settle()
-    assert [place.round for places in cluster.places for place in places.values()] == [0, 1]
+    assert [assignment.round for assignments in cluster.assignments for assignment in assignments.values()] == [0, 1]
 
 
 def test_ranks_are_kept_though_two_leaders_are_lost() -> None:
@@ -232,7 +232,10 @@ def test_ranks_are_kept_though_two_leaders_are_lost() -> None:
     cluster.inherit("a1")
     cluster.inherit("a2")
     cluster.settle()
-    assert [(agent, place.group_rank) for agent, place in sorted(cluster.places[1].items())] == [("a2", 0), ("a3", 1)]
+    assert [(agent, assignment.group_rank) for agent, assignment in sorted(cluster.assignments[1].items())] == [
+        ("a2", 0),
+        ("a3", 1),
+    ]
 
 
 def test_who_had_gone_does_not_come_back_to_a_successor() -> None:

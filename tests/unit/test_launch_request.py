@@ -13,7 +13,7 @@ from disttrain.errors import LaunchError
 from disttrain_launch.cli import main
 from disttrain_launch.output.failure.report import ending
 from disttrain_launch.rendezvous.messages import Run
-from disttrain_launch.rendezvous.rounds import Place, Terms
+from disttrain_launch.rendezvous.rounds import Assignment, Terms
 from disttrain_launch.request.flags import parse
 from disttrain_launch.request.job import STDERR, STDOUT, JobSpec, LogPlan, parse_stream_choice
 from disttrain_launch.request.request import job_spec
@@ -214,7 +214,7 @@ def test_streams_are_chosen_for_all_or_by_local_rank(tmp_path: Path) -> None:
 def test_what_a_worker_finds_in_its_environment() -> None:
     spec = JobSpec(("train",), 2, num_nodes=3, node_rank=1, run_id="run", role="trainer", max_restarts=3)
     meeting = Meeting("::1", 29500, Path("/run/token"), "host-0")
-    run = Run(Place(4, 1, 2, 3, 6), 2, 40000)
+    run = Run(Assignment(4, 1, 2, 3, 6), 2, 40000)
     environ = worker_environment({"PATH": "/bin"}, spec, run, meeting, "agent", 1)
     assert environ == {
         "PATH": "/bin",
@@ -247,7 +247,7 @@ def test_workers_share_the_cores(script: str) -> None:
     cores = num_cores()
     assert spec_of("--nproc-per-node", "1", script).num_threads == cores
     assert spec_of("--nproc-per-node", str(2 * cores), script).num_threads == 1
-    run = Run(Place(0, 0, 0, 1, 2), 0, 2)
+    run = Run(Assignment(0, 0, 0, 1, 2), 0, 2)
     meeting = Meeting("127.0.0.1", 1, None, "127.0.0.1")
     environ = worker_environment({}, JobSpec(("train",), 2, num_threads=7), run, meeting, "agent", 0)
     assert environ["OMP_NUM_THREADS"] == "7"
@@ -256,7 +256,7 @@ def test_workers_share_the_cores(script: str) -> None:
 def test_what_the_user_set_stays() -> None:
     inherited = {"OMP_NUM_THREADS": "4", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "DISTTRAIN_TOKEN_FILE": "/old"}
     meeting = Meeting("127.0.0.1", 1, None, "127.0.0.1")
-    run = Run(Place(0, 0, 0, 1, 2), 0, 2)
+    run = Run(Assignment(0, 0, 0, 1, 2), 0, 2)
     environ = worker_environment(inherited, JobSpec(("train",), 2), run, meeting, "agent", 0)
     assert (environ["OMP_NUM_THREADS"], environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]) == ("4", "0")
     assert "DISTTRAIN_TOKEN_FILE" not in environ

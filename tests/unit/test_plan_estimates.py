@@ -23,7 +23,7 @@ from disttrain.plan.model.memory import profiles
 from disttrain.plan.model.parts import StageParts, elements_of, parts_of_ranks, stages_of
 from disttrain.plan.sharding import step
 from disttrain.plan.sharding.step import step_of
-from disttrain.plan.sharding.transfers import Sharding
+from disttrain.plan.sharding.transfers import ModelSharding
 from disttrain.plan.time.times import costs_of, makespan_s
 from disttrain.process_group import World
 from tests.cases.planned_models import Attention, GatedMlp, Model, world_of_absent_ranks
@@ -131,7 +131,7 @@ def test_what_is_unsharded_is_what_fully_shard_says(
     truth = estimate(model, num_microbatches=4, reduces_each=reduces_each, optimizer=8)
     choice = Choice(MeshSizes(dp=NUM_RANKS), 1, 4, reduces_each=reduces_each)
     job = replace(JOB, sizes=sizes)
-    stretches = step_of(Sharding.of(job, choice), choice, stages_of(sizes, 1)).stretches
+    stretches = step_of(ModelSharding.of(job, choice), choice, stages_of(sizes, 1)).stretches
     assert max(stretch.num_bytes for stretch in stretches) == pytest.approx(truth.peak.num_bytes, rel=2e-4)
     assert memory_of(job, choice).gradients <= truth.gradients_bytes
 
@@ -150,7 +150,7 @@ def test_few_blocks_tell_of_many(
 ) -> None:
     """What is read off a line is what going through all blocks counts."""
     choice = Choice(MeshSizes(dp=dp), 1, max(1, num_microbatches))
-    sharding = Sharding.of(replace(BIG, sizes=replace(BIG.sizes, is_tied=is_tied)), choice)
+    sharding = ModelSharding.of(replace(BIG, sizes=replace(BIG.sizes, is_tied=is_tied)), choice)
     stage = StageParts(num_blocks, has_embedding=has_ends or num_microbatches > 0, has_head=has_ends)
     kind = sharding, stage, num_microbatches
     short, long = (run(*kind, reduces_each=reduces_each) for run in (step._step, step._rehearsed))

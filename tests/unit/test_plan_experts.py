@@ -39,7 +39,7 @@ from disttrain.plan.cli import main
 from disttrain.plan.job import meshes, why_not
 from disttrain.plan.model.parts import elements_of, stages_of
 from disttrain.plan.sharding.step import step_of
-from disttrain.plan.sharding.transfers import Sharding
+from disttrain.plan.sharding.transfers import ModelSharding
 from disttrain.plan.time.exchange import exchange_of
 from disttrain.plan.time.products import grouped_product_s, product_s
 from disttrain.process_group import World
@@ -220,7 +220,7 @@ def test_a_rank_holds_what_fully_shard_says(world: World, dp: int, reduces_each:
     memory = memory_of(JOB, choice)
     assert memory.parameters == pytest.approx(truth.parameters_bytes, rel=2e-3)
     assert memory.optimizer == pytest.approx(truth.optimizer_bytes, rel=2e-3)
-    stretches = step_of(Sharding.of(JOB, choice), choice, stages_of(SIZES, 1)).stretches
+    stretches = step_of(ModelSharding.of(JOB, choice), choice, stages_of(SIZES, 1)).stretches
     assert max(stretch.num_bytes for stretch in stretches) == pytest.approx(truth.peak.num_bytes, rel=2e-3)
     by_axis = {one.axis: one for one in traffic_of(JOB, choice)}
     for axis, num_ranks in (("dp,ep", NUM_RANKS), ("dp", dp)):

@@ -104,8 +104,8 @@ class Layout:
             if index is not None:
                 coordinate = _unravelled(index, self.mesh_shape)
                 position = number
-                for place, size, cut in zip(coordinate, self.mesh_shape, self.cuts, strict=True):
-                    position = position * size + place if cut is None else position
+                for coord, size, cut in zip(coordinate, self.mesh_shape, self.cuts, strict=True):
+                    position = position * size + coord if cut is None else position
                 return coordinate, position
         return None
 
@@ -114,8 +114,8 @@ class Layout:
         number, replica = divmod(position, self.num_holders // len(self.meshes))
         replicas = iter(_unravelled(replica, self._replicated_shape))
         index = 0
-        for place, size, cut in zip(coordinate, self.mesh_shape, self.cuts, strict=True):
-            index = index * size + (next(replicas) if cut is None else place)
+        for coord, size, cut in zip(coordinate, self.mesh_shape, self.cuts, strict=True):
+            index = index * size + (next(replicas) if cut is None else coord)
         return rank_at(self.meshes[number], index)
 
     def holders(self, coordinate: Sequence[int]) -> list[int]:

@@ -64,11 +64,11 @@ class SpreadTensor:
     def chunks_near(self, box: Box) -> Sequence[Chunk]:
         """Reads the tables of those files alone that may have elements of the box."""
         tables = self._tables
-        known = tables.files
+        listed = tables.files
         # Of more writers than files: a manifest that was not written so.
-        writers = itertools.islice(self.spread.writers(self.shape, box), 4 * len(known) + 1)
+        writers = itertools.islice(self.spread.writers(self.shape, box), 4 * len(listed) + 1)
         files = dict.fromkeys(map(file_name, writers))
-        names = [file for file in files if file in known] if len(files) <= len(known) else [*known]
+        names = [file for file in files if file in listed] if len(files) <= len(listed) else [*listed]
         tables.need(names)
         return self._checked([chunk for file in names for chunk in tables.chunks(file, self.name)])
 

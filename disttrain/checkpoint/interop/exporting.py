@@ -23,7 +23,7 @@ from disttrain.checkpoint.plan import plan_load
 from disttrain.checkpoint.saving.consensus import Consensus
 from disttrain.checkpoint.saving.save import save_folder
 from disttrain.checkpoint.storage.base import Storage
-from disttrain.checkpoint.storage.folders import remove_leftovers, temporary
+from disttrain.checkpoint.storage.folders import remove_if_there, remove_leftovers, temporary
 from disttrain.checkpoint.storage.replacing import check_room, put_in_place
 from disttrain.errors import CheckpointError
 
@@ -70,7 +70,7 @@ def export(
             export_id = uuid4().hex
             folder = temporary(target, export_id)
             stack.enter_context(storage.hold(folder))
-            stack.callback(_remove_if_there, storage, folder)
+            stack.callback(remove_if_there, storage, folder)
             storage.make_folder(folder)
             return export_id
 
@@ -113,17 +113,9 @@ def save_as(
 
         native = temporary(target, consensus.agree(lambda: None, begin))
         if consensus.rank == 0:
-            stack.callback(_remove_if_there, storage, native)
+            stack.callback(remove_if_there, storage, native)
         save_folder(consensus, state, native, storage)
         export(consensus, lambda: open_save(storage, native), target, storage, form, overwrites=overwrites)
-
-
-def _remove_if_there(storage: Storage, folder: Path) -> None:
-    try:
-        if folder.name in storage.names(folder.parent):
-            storage.remove_folder(folder)
-    except OSError:  # the error that brought us here says more; `gc` removes the folder
-        pass
 
 
 def read_box(source: Source, name: str, box: Box) -> torch.Tensor:

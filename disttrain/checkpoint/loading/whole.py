@@ -32,10 +32,10 @@ def read_full(source: Source) -> dict[str, Any]:
     """`load_full` of an opened save of any format."""
     manifest, reader = source.manifest, source.reader
     # Planned first: no memory is asked for what is not there.
-    wholes = {name: Box.whole(saved.shape) for name, saved in manifest.tensors.items()}
-    reads = plan_load(manifest, {name: [whole] for name, whole in wholes.items() if whole.num_elements})
+    boxes = {name: Box.whole(saved.shape) for name, saved in manifest.tensors.items()}
+    reads = plan_load(manifest, {name: [whole] for name, whole in boxes.items() if whole.num_elements})
     tensors = {name: allocated(_empty, name, saved) for name, saved in manifest.tensors.items()}
-    targets = {name: {wholes[name]: tensor} for name, tensor in tensors.items() if tensor.numel()}
+    targets = {name: {boxes[name]: tensor} for name, tensor in tensors.items() if tensor.numel()}
     reader.read_tensors(reads, targets)
     owners = {name: owner_of(chunks, 0) for name, chunks in manifest.per_rank.items()}
     per_rank = reader.read_values({name: manifest.per_rank[name][owner] for name, owner in owners.items()})

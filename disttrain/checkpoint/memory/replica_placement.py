@@ -40,7 +40,7 @@ def nodes_of(sizes: Sequence[int]) -> list[range]:
     return nodes
 
 
-def keeper_of(rank: int, nodes: Sequence[range]) -> int | None:
+def replica_rank_of(rank: int, nodes: Sequence[range]) -> int | None:
     """The rank on another node that keeps this rank's copies; None where there is one node only."""
     if len(nodes) == 1:
         return None

@@ -15,7 +15,7 @@ from disttrain.checkpoint.format.image import Image, Written
 from disttrain.checkpoint.format.manifest import file_name
 from disttrain.checkpoint.memory.exchange import Address, FileServer, put_file
 from disttrain.checkpoint.memory.peer_memory import NodeMemory
-from disttrain.checkpoint.memory.replica_placement import ReplicaName, keeper_of, nodes_of
+from disttrain.checkpoint.memory.replica_placement import ReplicaName, nodes_of, replica_rank_of
 from disttrain.checkpoint.saving.commit import Contents, Target, files_about
 from disttrain.store import Store
 
@@ -30,7 +30,7 @@ class Copies:
         self._node_size = memory.node_size(size)
         self._has_others = self._node_size < size
         self._order = 0
-        self._keeper: int | None = None
+        self._replica_rank: int | None = None
         self._server: FileServer | None = None
         self._trouble = ""
 
@@ -51,7 +51,7 @@ class Copies:
     def begin(self, arrangement: list[Any]) -> None:
         """A save comes; by what `arranged` has found."""
         self._order, nodes = arrangement
-        self._keeper = keeper_of(self._rank, [range(*node) for node in nodes])
+        self._replica_rank = replica_rank_of(self._rank, [range(*node) for node in nodes])
 
     def write(self, target: Target, image: Image | None, data: memoryview) -> list[Any]:
         """Keep this rank's file, `data`. Returns: for `finish`."""
@@ -79,22 +79,22 @@ class Copies:
         _attempt(lambda: self._memory.keep(self._name(target)))
 
     def _keep_twice(self, target: Target, file: str, data: memoryview, beside: Callable[[], None]) -> tuple[bool, str]:
-        """Keep a file here and with the keeper, and do something `beside`. Returns: whether one has it; a problem."""
+        """Keep a file here and on the replica rank, and do `beside`. Returns: whether one has it; a problem."""
         save = self._name(target)
         with ThreadPoolExecutor(1) as sender:
             sent = sender.submit(_attempt, lambda: self._send(save, file, data))
             problem = _attempt(lambda: self._memory.write(save, file, [data]))
             beside()
             not_sent = sent.result()
-        has_one = not problem or (self._keeper is not None and not not_sent)
+        has_one = not problem or (self._replica_rank is not None and not not_sent)
         return has_one, problem or not_sent
 
     def _send(self, save: str, file: str, data: memoryview) -> None:
-        if self._keeper is not None:
+        if self._replica_rank is not None:
             # The ranks have met since it was written.
-            key = _address_key(self._keeper)
+            key = _address_key(self._replica_rank)
             if not self._store.check([key]):
-                raise ConnectionError(f"rank {self._keeper} takes no copies")
+                raise ConnectionError(f"rank {self._replica_rank} takes no copies")
             put_file(Address(*msgpack.unpackb(self._store.get(key))), save, file, data)
 
     def _name(self, target: Target) -> str:

@@ -31,7 +31,7 @@ from disttrain.checkpoint.format.spread import RankChunks, Spread, SpreadTensor
 from disttrain.checkpoint.format.tables import checksum_of
 from disttrain.checkpoint.storage.base import Storage
 from disttrain.checkpoint.storage.claims import check_claim
-from disttrain.checkpoint.storage.folders import STEP, remove_leftovers, set_aside, steps, temporary
+from disttrain.checkpoint.storage.folders import STEP, remove_if_there, remove_leftovers, set_aside, steps, temporary
 from disttrain.checkpoint.storage.replacing import check_room, put_in_place
 from disttrain.errors import CheckpointError
 
@@ -112,7 +112,7 @@ def temporary_folder(storage: Storage, target: Target) -> Iterator[None]:
             storage.make_folder(target.folder)
             yield
         finally:
-            _remove_if_there(storage, target.folder)
+            remove_if_there(storage, target.folder)
 
 
 def check_target(storage: Storage, target: Target) -> None:
@@ -123,14 +123,6 @@ def check_target(storage: Storage, target: Target) -> None:
 
 def _is_ours(target: Target, name: str) -> bool:
     return bool(STEP.fullmatch(name)) if target.claim is not None else name == target.path.name
-
-
-def _remove_if_there(storage: Storage, folder: Path) -> None:
-    try:
-        if folder.name in storage.names(folder.parent):
-            storage.remove_folder(folder)
-    except OSError:  # the error that brought us here says more; the next save removes the folder
-        pass
 
 
 def commit(storage: Storage, target: Target, contents: Contents, rows: Sequence[list[Any]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -34,6 +35,13 @@ def remove_leftovers(storage: Storage, parent: Path, is_ours: Callable[[str], bo
     leftovers = [match[0] for match in matches if match is not None and is_ours(match[1])]
     for name in sorted({name.removesuffix(HOLD_SUFFIX).removesuffix(UNNAMED) for name in leftovers}):
         storage.remove_unless_held(parent / name)
+
+
+def remove_if_there(storage: Storage, folder: Path) -> None:
+    """Removes a folder after an error, if it can: that error says more, and the next save or `gc` removes the rest."""
+    with suppress(OSError):
+        if folder.name in storage.names(folder.parent):
+            storage.remove_folder(folder)
 
 
 def settle_replaced(storage: Storage, parent: Path, is_ours: Callable[[str], bool]) -> None:

@@ -124,8 +124,8 @@ class StepGraph:
 
     def _fill(self, tensors: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
-            for own, tensor in zip(self._inputs, tensors, strict=True):
-                part_of(own).copy_(part_of(tensor), non_blocking=True)
+            for static_input, tensor in zip(self._inputs, tensors, strict=True):
+                part_of(static_input).copy_(part_of(tensor), non_blocking=True)
 
     def _end(self) -> Any:
         now = self.subjects.grads()

@@ -52,7 +52,7 @@ from disttrain.dtensor.dispatch.mixed import (
 from disttrain.dtensor.dispatch.outputs.global_outputs import global_outputs
 from disttrain.dtensor.dispatch.outputs.true_strides import rewrapped, with_true_strides
 from disttrain.dtensor.dispatch.propagate import propagate
-from disttrain.dtensor.dispatch.sizes.any_size import AnySizePlan, Choice, any_size_plan, are_equal, moves_operands
+from disttrain.dtensor.dispatch.sizes.any_size import AnySizePlan, RuleChoice, any_size_plan, are_equal, moves_operands
 from disttrain.dtensor.dispatch.sizes.sized_views import SizedView
 from disttrain.dtensor.dispatch.whole import run_whole, values_of
 from disttrain.dtensor.foreign import check_ours
@@ -75,7 +75,7 @@ class _Plan(NamedTuple):
     run: Run
     is_lasting: bool = False
     """True if it holds for all calls of the same key."""
-    any_size: AnySizePlan | SizedView | Choice | None = None
+    any_size: AnySizePlan | SizedView | RuleChoice | None = None
     """For calls that differ in sizes only."""
     as_seen: Callable[[Any], tuple[Run, Any] | None] | None = None
     """Of the first results: how to run calls with the strides that these have, and the results with these strides; None
@@ -116,14 +116,14 @@ def _run_for_new(
     if leader is None or key is None or leader.is_symbolic:
         return _plan(wrap, op, args, kwargs).run
     form = form_of_key(leader, key)
-    any_size: AnySizePlan | SizedView | Choice | None = leader.layout.plans.get(form)
+    any_size: AnySizePlan | SizedView | RuleChoice | None = leader.layout.plans.get(form)
     if type(any_size) is AnySizePlan:
         return partial(_run_in_new_size, wrap, op, leader, key, any_size)
     if type(any_size) is SizedView:
         run = any_size.bound(wrap, leader, args)
         _keep(leader.plans, key, run)
         return run
-    plan = None if type(any_size) is not Choice else _plan_as_chosen(wrap, op, args, kwargs, any_size)
+    plan = None if type(any_size) is not RuleChoice else _plan_as_chosen(wrap, op, args, kwargs, any_size)
     if plan is None:
         plan = _plan(wrap, op, args, kwargs)
     if plan.is_lasting:
@@ -182,7 +182,7 @@ def _keep(table: dict[Any, Any], key: Any, value: Any) -> None:
 
 
 def _plan_as_chosen(
-    wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], choice: Choice
+    wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], choice: RuleChoice
 ) -> _Plan | None:
     """The plan of a call with other sizes than one that was planned; None where something else may be chosen for it."""
     specs = tuple([spec_of(tensor) for tensor in tensors_of([*args, *kwargs.values()])])
@@ -248,7 +248,7 @@ def _plan_by_rule(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     specs: tuple[Spec | None, ...],
-    choice: Choice | None = None,
+    choice: RuleChoice | None = None,
 ) -> _Plan | None:
     """None for an operator without a rule; `choice` is what was chosen for such a call, if that is known."""
     has_symbols = is_traced() and _has_symbols(args, kwargs, specs)

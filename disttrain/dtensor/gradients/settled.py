@@ -60,8 +60,8 @@ class AsParameter:
         if not isinstance(self, nn.Parameter):
             return super().__deepcopy__(memo)  # type: ignore[misc]
         if id(self) not in memo:
-            twin = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
-            attributes = vars(twin)
+            copied = memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+            attributes = vars(copied)
             others = {
                 name: value for name, value in vars(self).items() if name not in attributes and name != "_settles"
             }

@@ -88,13 +88,13 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Broadcast:
-    """Element `place` of `dim`, which has `size` elements and is sharded along `axis`, for all ranks of the axis."""
+    """Element `index` of `dim`, which has `size` elements and is sharded along `axis`, for all ranks of the axis."""
 
     mesh: DeviceMesh
     axis: int
     dim: int
     size: int
-    place: int
+    index: int
 
     def read(self, part: torch.Tensor) -> torch.Tensor:
         owner, offset = self._owner()
@@ -111,7 +111,7 @@ class Broadcast:
 
     def _owner(self) -> tuple[int, int]:
         """The rank along the axis that has the element, and where in its part."""
-        return divmod(self.place, piece(self.size, self.mesh.shape[self.axis], 0)[0])
+        return divmod(self.index, piece(self.size, self.mesh.shape[self.axis], 0)[0])
 
 
 def _runs(

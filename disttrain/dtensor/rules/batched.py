@@ -141,7 +141,7 @@ def batched(call: OpCall) -> AxisMap | None:
     )
     nothing = tuple(frozenset() if _is_nothing(output) else frozenset(names) for output in call.outputs)
     return AxisMap(
-        operands, results, letters, sources=nothing, linear=(frozenset({names[0]}),) if _is_linear(call, name) else ()
+        operands, results, letters, sources=nothing, linear=(frozenset({names[0]}),) if _is_linear(name) else ()
     )
 
 
@@ -183,7 +183,7 @@ def _is_nothing(output: torch.Tensor) -> bool:
     return tuple(output.shape) == (0,)
 
 
-def _is_linear(call: OpCall, name: str) -> bool:
+def _is_linear(name: str) -> bool:
     # With one operand or a gradient in front: the others say where, or how large.
     return (
         name.removesuffix("_backward") in _PLANES

@@ -11,7 +11,7 @@ import torch
 from disttrain.errors import CompileError, ShapeError
 from disttrain.experts.exchange.arrangement import arrange
 from disttrain.experts.exchange.base import NAME, Exchange
-from disttrain.experts.exchange.plan import ExpertCut
+from disttrain.experts.exchange.expert_cut import ExpertCut
 from disttrain.experts.exchange.sizes import packed
 from disttrain.kernels.grouped.rows import ExpertOrder
 from disttrain.process_group import ProcessGroup, Work, all_to_all_single

@@ -1,6 +1,6 @@
 """Where rows go that are written straight into other ranks' memory, computed on the device from all ranks' counts.
 
-A block is what goes from one rank to one expert. The numbers are those of `plan.py`.
+A block is what goes from one rank to one expert. Tests hold the numbers against `tests/cases/exchange_plan.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from disttrain.experts.exchange.plan import ExpertCut
+from disttrain.experts.exchange.expert_cut import ExpertCut
 
 
 class Blocks(NamedTuple):

@@ -14,10 +14,10 @@ from disttrain.autocast import is_within_autocast
 from disttrain.errors import ShapeError
 from disttrain.experts.exchange.all_to_all import AllToAll
 from disttrain.experts.exchange.base import NAME, Exchange
+from disttrain.experts.exchange.expert_cut import ExpertCut
 from disttrain.experts.exchange.legs import Leg, Route
 from disttrain.experts.exchange.padded import Padded
 from disttrain.experts.exchange.peers import Peers
-from disttrain.experts.exchange.plan import ExpertCut
 from disttrain.experts.exchange.sizes import keep_earliest, room_of
 from disttrain.kernels.grouped.rows import ExpertOrder, combine_rows, sort_by_expert, take_rows
 from disttrain.mesh import DeviceMesh, checked_axis

@@ -11,7 +11,7 @@ import torch
 from disttrain.errors import ShapeError
 from disttrain.experts.exchange.arrangement import arrange
 from disttrain.experts.exchange.base import NAME, Exchange
-from disttrain.experts.exchange.plan import ExpertCut
+from disttrain.experts.exchange.expert_cut import ExpertCut
 from disttrain.experts.exchange.sizes import counts_of
 from disttrain.kernels.grouped.rows import ExpertOrder
 from disttrain.process_group import ProcessGroup, ReduceOp, Work, all_reduce, all_to_all_single

@@ -15,8 +15,8 @@ import torch
 from disttrain.errors import BackendError
 from disttrain.experts.exchange.base import NAME
 from disttrain.experts.exchange.blocks import Blocks, Paths, paths_of
+from disttrain.experts.exchange.expert_cut import ExpertCut
 from disttrain.experts.exchange.padded import FixedRoom
-from disttrain.experts.exchange.plan import ExpertCut
 from disttrain.experts.exchange.sizes import counts_of, launches, triton_kernels
 from disttrain.kernels.grouped.rows import ExpertOrder
 from disttrain.process_group import ProcessGroup

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from disttrain.experts.exchange.plan import ExpertCut
+from disttrain.experts.exchange.expert_cut import ExpertCut
 from disttrain.kernels.choice import has_triton
 from disttrain.kernels.grouped.rows import ExpertOrder, sort_by_expert
 from disttrain.settings import KERNELS, TRITON_INTERPRET

@@ -18,7 +18,7 @@ _MOST: Final = 8
 
 
 @dataclass(frozen=True)
-class Choice:
+class RoutingRule:
     """The rule by which logits (tokens, experts) become weights and indices.
 
     Args: score  "softmax", "sigmoid", or "late", the softmax of the chosen ones;  is_wide  in fp32.
@@ -49,17 +49,17 @@ class BlockForward:
     Args: router, experts  names;  choice  of a router that gives logits; None: it chooses itself.
           shared, shared_gate  names of the module for all tokens and of the linear layer of its gate, or empty.
           is_by_inputs   experts are given tokens times weights.
-          given  which tensors of the router's follow the output: none, or one by number.
+          returned_index  which tensor of the router's follows the output; None: none.
           is_whole  the router is given x as it comes.
     """
 
     router: str
     experts: str
-    choice: Choice | None
+    choice: RoutingRule | None
     shared: str = ""
     shared_gate: str = ""
     is_by_inputs: bool = False
-    given: int | None = None
+    returned_index: int | None = None
     is_whole: bool = False
 
     def __call__(self, module: nn.Module, x: torch.Tensor) -> Any:
@@ -81,15 +81,15 @@ class BlockForward:
             if self.shared_gate:
                 shared = getattr(module, self.shared_gate)(x).sigmoid() * shared
             out = out + shared
-        return out if self.given is None else (out, results[self.given])
+        return out if self.returned_index is None else (out, results[self.returned_index])
 
     def _chosen(self, results: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         if self.choice is not None:
             logits = results[0]
             return self.choice(logits.reshape(-1, logits.shape[-1]))
-        tensors = [one for one in results if isinstance(one, torch.Tensor)]
-        indices = next(one for one in tensors if not one.is_floating_point())
-        weights = next(one for one in tensors if one is not indices and one.shape == indices.shape)
+        tensors = [tensor for tensor in results if isinstance(tensor, torch.Tensor)]
+        indices = next(tensor for tensor in tensors if not tensor.is_floating_point())
+        weights = next(tensor for tensor in tensors if tensor is not indices and tensor.shape == indices.shape)
         k = indices.shape[-1]
         return weights.reshape(-1, k), indices.reshape(-1, k)
 
@@ -116,7 +116,7 @@ def block_forwards(module: nn.Module, experts: str, num_experts: int, *, is_batc
     children = [name for name, _ in module.named_children() if name != experts]
     shared = [name for name in children if "shared" in name]
     routers = [name for name in children if name not in shared and _has_rows(getattr(module, name), num_experts)]
-    wholes = [name for name in shared if "gate" not in name]
+    shared_experts = [name for name in shared if "gate" not in name]
     gates = [name for name in shared if "gate" in name]
     counts = _numbers(module, _COUNTS) or [*range(1, min(num_experts, _MOST) + 1)]
     counts = [k for k in counts if k <= num_experts]
@@ -125,19 +125,21 @@ def block_forwards(module: nn.Module, experts: str, num_experts: int, *, is_batc
     choices += [_Scores(k) for k in counts] if is_batched else list(_choices(counts, scales))
     for router in routers:
         for choice in choices:
-            for whole in (*wholes, ""):
+            for whole in (*shared_experts, ""):
                 for gate in (*gates, "") if whole else ("",):
-                    for given in (None, 0, 1, 2):
-                        yield BlockForward(router, experts, choice, whole, gate, is_batched, given, choice is None)
+                    for returned_index in (None, 0, 1, 2):
+                        yield BlockForward(
+                            router, experts, choice, whole, gate, is_batched, returned_index, choice is None
+                        )
 
 
-def _choices(counts: Sequence[int], scales: Sequence[float]) -> Iterator[Choice]:
+def _choices(counts: Sequence[int], scales: Sequence[float]) -> Iterator[RoutingRule]:
     for scale in scales:
         for score in ("softmax", "late", "sigmoid"):
             for is_renormalized in (True, False) if score != "late" else (False,):
                 for is_wide in (True, False):
                     for k in counts:
-                        yield Choice(k, score, is_wide, is_renormalized, scale)
+                        yield RoutingRule(k, score, is_wide, is_renormalized, scale)
 
 
 def _has_rows(module: nn.Module, count: int) -> bool:

@@ -39,22 +39,22 @@ class Finding:
         module.__class__ = self.kind
 
 
-def found(module: nn.Module, known: dict[Hashable, Finding]) -> Finding | None:
-    """Tells what `module` is; None where it has no experts. `known` keeps what was found for others that are alike."""
+def found(module: nn.Module, findings: dict[Hashable, Finding]) -> Finding | None:
+    """Tells what `module` is; None where it has no experts. `findings` keeps what is known of others that are alike."""
     find = _finder(module)
     if find is None:
         return None
     key = _likeness(module)
-    if key not in known:
+    if key not in findings:
         why = _obstacle(module)
-        known[key] = Finding(None, why) if why else find(module)
-    return known[key]
+        findings[key] = Finding(None, why) if why else find(module)
+    return findings[key]
 
 
 def looks_like_experts(module: nn.Module, name: str) -> bool:
     """True for what has parameters and is called experts, itself or by its class."""
     names = (name.rpartition(".")[2].lower(), type(module).__name__.lower())
-    is_called_so = any(one.endswith(("experts", "moe", "moa")) and "shared" not in one for one in names)
+    is_called_so = any(part.endswith(("experts", "moe", "moa")) and "shared" not in part for part in names)
     return is_called_so and any(True for _ in module.parameters())
 
 

@@ -13,7 +13,7 @@ from disttrain._python.made_classes import made_by
 from disttrain.dtensor import Placement, Replicate, Shard, StridedShard
 from disttrain.errors import ShapeError
 from disttrain.experts.crossing import GatedExperts
-from disttrain.experts.exchange.plan import ExpertCut
+from disttrain.experts.exchange.expert_cut import ExpertCut
 from disttrain.experts.expert_layer import ExpertLayer
 from disttrain.experts.hidden_cut import hidden_placements
 from disttrain.experts.models.computation import Assumed, Computation, named

@@ -12,7 +12,7 @@ from torch import nn
 
 from disttrain.errors import ShardingError
 from disttrain.experts.crossing import GatedExperts
-from disttrain.experts.exchange.plan import ExpertCut
+from disttrain.experts.exchange.expert_cut import ExpertCut
 from disttrain.experts.expert_layer import ExpertLayer, local_part, without_experts
 from disttrain.experts.models.computation import Assumed, Computation, Stacks, named
 from disttrain.experts.models.stacking import lie_evenly, stacked
@@ -137,11 +137,11 @@ class ListedExperts(ExpertLayer):
 
     def trains_elsewhere(self) -> bool:
         """True where the list is divided: whether experts are trained may change, and no rank sees that of others'."""
-        return any(isinstance(one, AbsentExpert) for one in self)  # type: ignore[attr-defined]
+        return any(isinstance(expert, AbsentExpert) for expert in self)  # type: ignore[attr-defined]
 
     def compute(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """This rank's experts on rows that are sorted by them; one after the other where one is not as it was."""
-        experts: list[Any] = [one for one in self if not isinstance(one, AbsentExpert)]  # type: ignore[attr-defined]
+        experts: list[Any] = [expert for expert in self if not isinstance(expert, AbsentExpert)]  # type: ignore[attr-defined]
         if not experts:
             return without_experts(rows)
         if all(self._is_plain(expert) for expert in experts):
@@ -152,7 +152,7 @@ class ListedExperts(ExpertLayer):
 
     def gated_experts(self) -> GatedExperts | None:
         """This rank's experts, where it has some and they are nothing but gated layers as they were."""
-        experts: list[Any] = [one for one in self if not isinstance(one, AbsentExpert)]  # type: ignore[attr-defined]
+        experts: list[Any] = [expert for expert in self if not isinstance(expert, AbsentExpert)]  # type: ignore[attr-defined]
         if self._how.gated is None or self._how.norm or not experts or not all(map(self._is_plain, experts)):
             return None
         return self._how.gated_experts(self._weights.stacks(experts), self.float8)

@@ -11,7 +11,7 @@ from torch import nn
 
 from disttrain.dtensor import DTensor
 from disttrain.errors import ShardingError
-from disttrain.experts.exchange.plan import ExpertCut
+from disttrain.experts.exchange.expert_cut import ExpertCut
 from disttrain.experts.expert_layer import ExpertLayer, local_part
 
 _NAME = "pretrained_state_dict"
@@ -41,12 +41,12 @@ def pretrained_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     merges, renamings = _conversions(model)
     layers = {prefix: part for prefix, part in model.named_modules() if isinstance(part, ExpertLayer)}
     state: dict[str, torch.Tensor] = {}
-    known: set[int] = set()
+    seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():
         # A tied parameter stands in the files once, by its first name.
-        if id(value) not in known and isinstance(value, torch.Tensor):
-            known.add(id(value))
-            merge = next((one for one in merges if name.endswith(one.suffix)), None)
+        if id(value) not in seen and isinstance(value, torch.Tensor):
+            seen.add(id(value))
+            merge = next((candidate for candidate in merges if name.endswith(candidate.suffix)), None)
             parts = {name: value} if merge is None else dict(_apart(name, value, merge, layers))
             state.update((_renamed(key, renamings), part.detach()) for key, part in parts.items())
     return state
@@ -87,7 +87,7 @@ def _conversions(model: nn.Module) -> tuple[list[_Merge], list[Any]]:
             renamings.append(conversion)
             continue
         target, *more = conversion.target_patterns
-        kinds = [(type(one).__name__, getattr(one, "dim", None)) for one in conversion.operations]
+        kinds = [(type(each).__name__, getattr(each, "dim", None)) for each in conversion.operations]
         names = [key for key in model.state_dict() if key.endswith(target)]
         if kinds not in (_MERGED, _MERGED[:1]) or more:
             if names:
@@ -96,7 +96,7 @@ def _conversions(model: nn.Module) -> tuple[list[_Merge], list[Any]]:
                 raise ShardingError(_NAME, problem, "Load it by from_pretrained, before shard_experts.")
             continue
         merges.append(_Merge(target, tuple(conversion.source_patterns)))
-    return merges, [one.reverse_transform() for one in renamings[::-1]]
+    return merges, [each.reverse_transform() for each in renamings[::-1]]
 
 
 _MERGED = [("MergeModulelist", 0), ("Concatenate", 1)]

@@ -93,11 +93,11 @@ def results(
     module: nn.Module, forward: Callable[..., Any], inputs: Sequence[torch.Tensor], *, with_grads: bool = True
 ) -> Results:
     """The tensors that a forward gives, and their gradients in the module's parameters and in the inputs."""
-    given = [value.clone().requires_grad_(with_grads and value.is_floating_point()) for value in inputs]
+    leaves = [value.clone().requires_grad_(with_grads and value.is_floating_point()) for value in inputs]
     with torch.set_grad_enabled(with_grads), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         # Some forwards write to what they are given, which a leaf forbids.
-        out = forward(module, *[value * 1 if value.is_floating_point() else value for value in given])
+        out = forward(module, *[value * 1 if value.is_floating_point() else value for value in leaves])
     tensors = [value for value in (out if isinstance(out, tuple) else (out,)) if isinstance(value, torch.Tensor)]
     generator = torch.Generator().manual_seed(1)
     losses = [
@@ -105,7 +105,7 @@ def results(
         for value in tensors
         if value.requires_grad
     ]
-    targets = [each for each in (*module.parameters(), *given) if each.requires_grad]
+    targets = [each for each in (*module.parameters(), *leaves) if each.requires_grad]
     if len(losses) == 0:
         return tensors, []
     grads: Sequence[torch.Tensor | None] = torch.autograd.grad(sum(losses, torch.zeros(())), targets, allow_unused=True)
@@ -119,13 +119,15 @@ def difference_of(first: Results, second: Results) -> float:
     ones, twos = [*first[0], *first[1]], [*second[0], *second[1]]
     if len(first[0]) != len(second[0]) or len(ones) != len(twos):
         return math.inf
-    if any(one.shape != two.shape or one.dtype != two.dtype for one, two in zip(ones, twos, strict=True)):
+    if any(left.shape != right.shape or left.dtype != right.dtype for left, right in zip(ones, twos, strict=True)):
         return math.inf
-    return max((_difference(one.double(), two.double()) for one, two in zip(ones, twos, strict=True)), default=math.inf)
+    return max(
+        (_difference(left.double(), right.double()) for left, right in zip(ones, twos, strict=True)), default=math.inf
+    )
 
 
-def _difference(one: torch.Tensor, two: torch.Tensor) -> float:
-    difference, size = ((one - two).abs().max().item(), one.abs().max().item()) if one.numel() else (0.0, 0.0)
+def _difference(first: torch.Tensor, second: torch.Tensor) -> float:
+    difference, size = ((first - second).abs().max().item(), first.abs().max().item()) if first.numel() else (0.0, 0.0)
     if math.isfinite(difference) and math.isfinite(size):
         return 0.0 if difference == 0 else difference / size if size else math.inf
     return math.inf

@@ -24,8 +24,10 @@ _KINDS: Final = {3: "routed", 2: "presorted", 1: "batched"}
 def call_of(module: nn.Module) -> tuple[str, tuple[str, ...]]:
     """Tells how the module is called, read off its forward's arguments, and their names; "" where it is another way."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
-    names = tuple(one.name for one in parameters)
-    is_plain = all(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in parameters)
+    names = tuple(parameter.name for parameter in parameters)
+    is_plain = all(
+        parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD) for parameter in parameters
+    )
     return _KINDS.get(len(names), "") if is_plain else "", names
 
 
@@ -99,14 +101,14 @@ def agreed(
     One that agrees in fp64 comes before those that agree in fp32, in which some modules compute whatever they get.
     """
     problem = ""
-    for given in inputs:
-        expected, raised = _in_both_modes(replica.module, forward, given)
+    for arguments in inputs:
+        expected, raised = _in_both_modes(replica.module, forward, arguments)
         problem = problem or raised
         if not any(tensor.numel() for outputs, _ in expected for tensor in outputs):
             continue
         nearest = (NARROW, -1)
         for index, candidate in enumerate(candidates):
-            difference = _difference(expected, replica.module, candidate, given)
+            difference = _difference(expected, replica.module, candidate, arguments)
             if difference <= WIDE:
                 return index, ""
             nearest = min(nearest, (difference, index))
@@ -117,13 +119,13 @@ def agreed(
 
 
 def _in_both_modes(
-    module: nn.Module, forward: Callable[..., Any], given: Sequence[torch.Tensor]
+    module: nn.Module, forward: Callable[..., Any], inputs: Sequence[torch.Tensor]
 ) -> tuple[list[Results], str]:
     """Returns what a forward gives in evaluation and in training; or nothing, and what it raised."""
     both = []
     for is_training in (False, True):
         module.train(is_training)
-        result, problem = attempted(module, forward, given)
+        result, problem = attempted(module, forward, inputs)
         if result is None:
             return [], problem
         both.append(result)
@@ -131,25 +133,25 @@ def _in_both_modes(
 
 
 def _difference(
-    expected: Sequence[Results], module: nn.Module, forward: Callable[..., Any], given: Sequence[torch.Tensor]
+    expected: Sequence[Results], module: nn.Module, forward: Callable[..., Any], inputs: Sequence[torch.Tensor]
 ) -> float:
     module.train(mode=False)
-    outputs, _ = attempted(module, forward, given, with_grads=False)
+    outputs, _ = attempted(module, forward, inputs, with_grads=False)
     worst = math.inf if outputs is None else difference_of((expected[0][0], []), outputs)
     if worst > NARROW:
         return math.inf
-    for is_training, one in zip((False, True), expected, strict=True):
+    for is_training, reference in zip((False, True), expected, strict=True):
         module.train(is_training)
-        result, _ = attempted(module, forward, given)
-        worst = max(worst, math.inf if result is None else difference_of(one, result))
+        result, _ = attempted(module, forward, inputs)
+        worst = max(worst, math.inf if result is None else difference_of(reference, result))
     return worst if worst <= NARROW else math.inf
 
 
 def attempted(
-    module: nn.Module, forward: Callable[..., Any], given: Sequence[torch.Tensor], *, with_grads: bool = True
+    module: nn.Module, forward: Callable[..., Any], inputs: Sequence[torch.Tensor], *, with_grads: bool = True
 ) -> tuple[Results | None, str]:
     """Returns what a forward gives, or what it raised."""
     try:
-        return results(module, forward, given, with_grads=with_grads), ""
+        return results(module, forward, inputs, with_grads=with_grads), ""
     except Exception as error:  # noqa: BLE001  # a stranger's code may raise anything, which is told
         return None, f"on a small copy its forward raised {type(error).__name__}: {error}"

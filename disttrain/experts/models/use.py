@@ -62,13 +62,13 @@ def use_experts(model: nn.Module, report: Callable[[str], None] = write) -> Adop
     """
     taken: list[Taken] = []
     left: list[Left] = []
-    known: dict[Hashable, Finding] = {}
+    findings: dict[Hashable, Finding] = {}
     covered: set[nn.Module] = set()
     # What lies inside comes first: blocks call their experts.
     for name, module in reversed(list(model.named_modules())):
         if isinstance(module, ExpertLayer) or module in covered:
             continue
-        finding = found(module, known)
+        finding = found(module, findings)
         if finding is None:
             if looks_like_experts(module, name):
                 left.append(Left(name, _UNKNOWN))
@@ -79,19 +79,22 @@ def use_experts(model: nn.Module, report: Callable[[str], None] = write) -> Adop
             continue
         finding.apply(module)
         taken.append(Taken(name, type(module).__name__))
-    left = [one for one in left if not any(_is_within(one.name, other.name) for other in taken)]
-    known_left = [one.name for one in left if one.why != _UNKNOWN]
-    left = [one for one in left if one.why != _UNKNOWN or not any(_is_within(one.name, name) for name in known_left)]
-    counts = Counter(one.what for one in taken)
+    left = [each for each in left if not any(_is_within(each.name, other.name) for other in taken)]
+    named_left = [each.name for each in left if each.why != _UNKNOWN]
+    left = [
+        each for each in left if each.why != _UNKNOWN or not any(_is_within(each.name, name) for name in named_left)
+    ]
+    counts = Counter(each.what for each in taken)
     lines = ", ".join(f"{count} x {what}" for what, count in sorted(counts.items())) or "nothing"
     report(f"use_experts: {type(model).__name__}: {lines}")
-    for one in left:
-        report(f"use_experts: {one.name or type(model).__name__} stays as it is: {one.why}")
+    for each in left:
+        report(f"use_experts: {each.name or type(model).__name__} stays as it is: {each.why}")
     return Adopted(tuple(taken[::-1]), tuple(left[::-1]))
 
 
-def _is_within(one: str, other: str) -> bool:
+def _is_within(first: str, second: str) -> bool:
     """True if of two names of modules one is the other's, or inside it."""
     return any(
-        not outer or inner == outer or inner.startswith(f"{outer}.") for outer, inner in ((one, other), (other, one))
+        not outer or inner == outer or inner.startswith(f"{outer}.")
+        for outer, inner in ((first, second), (second, first))
     )

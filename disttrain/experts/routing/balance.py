@@ -187,9 +187,9 @@ def _over(sums: TokenSums, axis: DeviceMesh) -> TokenSums:
     """The sums over all ranks, with group_size times the gradient of this rank's own."""
     sizes = [sums.counts.shape[1], sums.probabilities.shape[1], 1, 1]
     tokens = sums.squares.new_full(sums.squares.shape, sums.tokens) if isinstance(sums.tokens, int) else sums.tokens
-    own = torch.cat([sums.counts, sums.probabilities, sums.squares[:, None], tokens[:, None]], 1)
+    local = torch.cat([sums.counts, sums.probabilities, sums.squares[:, None], tokens[:, None]], 1)
     # In fp64 counts stay whole numbers.
-    whole = summed(own.detach().double(), axis).to(own.dtype) + (own - own.detach()) * axis.size()
+    whole = summed(local.detach().double(), axis).to(local.dtype) + (local - local.detach()) * axis.size()
     counts, shares, squares, tokens = whole.split(sizes, 1)
     return TokenSums(counts, shares, squares[:, 0], tokens[:, 0])
 

@@ -72,8 +72,8 @@ def read_statistics(module: nn.Module, axis: DeviceMesh | None = None) -> dict[s
     numbers: list[float] = summed(torch.cat([each.since_read() for each in named.values()]), axis).tolist()
     statistics, bad = {}, []
     for name, each in named.items():
-        own, numbers = numbers[: len(each.counts)], numbers[len(each.counts) :]
-        statistics[name] = _statistics(own, each.num_experts, each.top_k)
+        of_router, numbers = numbers[: len(each.counts)], numbers[len(each.counts) :]
+        statistics[name] = _statistics(of_router, each.num_experts, each.top_k)
         if math.isnan(statistics[name].entropy):
             bad.append(name or "the router")
     if bad:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from disttrain.flight_recorder.analysis.alignment.match import Match
-from disttrain.flight_recorder.analysis.causes.absence import Absence
 from disttrain.flight_recorder.analysis.causes.membership import find_different_groups
 from disttrain.flight_recorder.analysis.causes.mismatch import find_mismatches, other_shapes
-from disttrain.flight_recorder.analysis.causes.missing_ranks import broke, cause_of_absence, is_victim, lifeless, raised
+from disttrain.flight_recorder.analysis.causes.missing_ranks import broke, cause_of_missing, is_victim, lifeless, raised
+from disttrain.flight_recorder.analysis.causes.missing_verdict import MissingVerdicts
 from disttrain.flight_recorder.analysis.causes.straggler import find_straggler
 from disttrain.flight_recorder.analysis.causes.together import find_all_entered, never_started, records_in
 from disttrain.flight_recorder.analysis.verdict import Cause, Kind, Verdict
@@ -65,19 +65,19 @@ def _ends(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
             first = min(not_begun, key=lambda record: record.enqueued_s)
             queued.setdefault((first.site.group_name, first.site.operation, first.sequence), {})[rank] = first
             continue
-        cause, why = cause_of_absence(matched, rank, was_broken=was_broken)
+        cause, why = cause_of_missing(matched, rank, was_broken=was_broken)
         first_waits = [fronts[index].waits[0] for index in direct[rank]]
         forgot = cause is Cause.ENDED and all(wait.is_message for wait in first_waits)
         kind = _missing_end(first_waits[0].record) if forgot else Kind.RANK_ABSENT
         alike.setdefault((kind, cause, why), []).append(rank)
-    absence = Absence(matched, waits, fronts)
+    missing = MissingVerdicts(matched, waits, fronts)
     verdicts = [
-        absence.verdict(*finding, ranks, sorted({index for rank in ranks for index in direct[rank]}))
+        missing.verdict(*finding, ranks, sorted({index for rank in ranks for index in direct[rank]}))
         for finding, ranks in alike.items()
     ]
     for records in queued.values():
         indexes = {index for rank in records for index in direct[rank]}
-        others = {wait.rank: wait.record for wait in absence.waits_in(indexes)}
+        others = {wait.rank: wait.record for wait in missing.waits_in(indexes)}
         verdicts.append(never_started(matched, records, arrival_lines(matched.dumps, others | records)))
     return sorted(verdicts, key=lambda verdict: _doubt(matched, verdict, was_broken=was_broken))
 
@@ -109,7 +109,7 @@ def _unconnected(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
         for rank in connecting
         for dump in [matched.dumps[rank]]
     ]
-    became = [cause_of_absence(matched, rank, was_broken=False) for rank in others]
+    became = [cause_of_missing(matched, rank, was_broken=False) for rank in others]
     whys = {why if rank in matched.dumps else "it has no dump" for rank, (_, why) in zip(others, became, strict=True)}
     evidence += [stack_line(matched.dumps[rank]) for rank in others[:4] if rank in matched.dumps]
     summary = f"{capitalized(ranks_text(others))} did not come to the first collective of a group, for which "
@@ -122,7 +122,7 @@ def _raised(matched: Match, _waits: Sequence[Wait]) -> list[Verdict]:
     ranks = tuple(raised(matched) or [rank for rank, dump in matched.dumps.items() if dump.failure is not None])
     if not ranks:
         return []
-    cause, why = cause_of_absence(matched, ranks[0], was_broken=False)
+    cause, why = cause_of_missing(matched, ranks[0], was_broken=False)
     if len(ranks) > 1:
         why = f"rank {ranks[0]} {why.removeprefix('it ')}"
     summary = f"{capitalized(ranks_text(ranks))} ended early: {why}."

@@ -19,7 +19,7 @@ class ByIdentity(Generic[V, R]):
         self._results: dict[int, tuple[V, R]] = {}
 
     def __call__(self, value: V) -> R:
-        known = self._results.get(id(value))
-        if known is None:
-            known = self._results[id(value)] = (value, self._function(value))
-        return known[1]
+        entry = self._results.get(id(value))
+        if entry is None:
+            entry = self._results[id(value)] = (value, self._function(value))
+        return entry[1]

@@ -156,7 +156,7 @@ def estimate(
     blocks = list(blocks)
     root = state_of(model)
     if root is None:
-        root = state_of(_sharded_twin(model, mesh, blocks, options))
+        root = state_of(_sharded_copy(model, mesh, blocks, options))
         assert root is not None
     else:
         _check_is_sharded_so(root, mesh, blocks, options)
@@ -180,7 +180,7 @@ def _check_is_sharded_so(
         )
 
 
-def _sharded_twin(
+def _sharded_copy(
     model: nn.Module, mesh: DeviceMesh | None, blocks: list[nn.Module], options: dict[str, Any]
 ) -> nn.Module:
     """A copy of the model without memory, sharded as asked."""
@@ -191,14 +191,14 @@ def _sharded_twin(
     tensors = [*model.parameters(), *model.buffers()]
     # deepcopy takes what it finds here as already copied.
     memo: dict[int, Any] = {id(tensor): _without_memory(tensor) for tensor in tensors}
-    twin = copy.deepcopy(model, memo)
+    copied = copy.deepcopy(model, memo)
     for block in blocks:
         if id(block) not in memo:
             raise ShardingError(
                 "estimate", f"a {type(block).__name__} of the blocks is no part of the model.", "Give parts of it."
             )
         fully_shard(memo[id(block)], mesh=mesh, **options)
-    return fully_shard(twin, mesh=mesh, **options)
+    return fully_shard(copied, mesh=mesh, **options)
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from disttrain.fsdp2.estimating.values import (
     sizes_of,
 )
 from disttrain.fsdp2.machine import commands as do
-from disttrain.fsdp2.machine.group import Bundle, Group, Status, num_keepers
+from disttrain.fsdp2.machine.group import Bundle, Group, Status, post_forward_mesh_size
 from disttrain.fsdp2.machine.model import Model
 from disttrain.fsdp2.machine.schedule import finish_all, reduce_all, reshard_all, set_scheduled, unshard_all
 from disttrain.fsdp2.machine.unit import backward_leaves, gradient_is_ready, wait_for_unshard
@@ -244,7 +244,7 @@ class Rehearsal:
     def _free(self, group: Group, keep_on: int | None) -> None:
         sizes = sizes_of(group)
         if keep_on is not None:
-            keep_on = num_keepers(sizes.num_shards, keep_on)
+            keep_on = post_forward_mesh_size(sizes.num_shards, keep_on)
             part_bytes = sizes.sent_bytes * (sizes.num_shards // keep_on)
             self._add(GATHERED, part_bytes)
             sizes.kept = keep_on, part_bytes

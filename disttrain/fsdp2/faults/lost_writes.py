@@ -81,12 +81,12 @@ def _digests(group: ParamGroup) -> tuple[tuple[int, ...], list[torch.Tensor]] | 
     """Returns the parameters that were gathered, and digests of them; None where there are no values to be read."""
     if not group.state.is_unsharded or (group.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return None
-    wholes = [plain_memory(param.unsharded) for param in group.params]
-    values = [whole for whole in wholes if whole is not None]
-    if len(values) < len(wholes):
+    unsharded = [plain_memory(param.unsharded) for param in group.params]
+    values = [parameter for parameter in unsharded if parameter is not None]
+    if len(values) < len(unsharded):
         return None
     with torch.no_grad():
-        return group.gathered, [_digest(whole) for whole in values]
+        return group.gathered, [_digest(parameter) for parameter in values]
 
 
 def _digest(values: torch.Tensor) -> torch.Tensor:

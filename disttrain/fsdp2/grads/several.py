@@ -21,8 +21,8 @@ class SeveralGrads:
 
     def add(self, hook: SeveralGradients, grad: torch.Tensor) -> None:
         """One of the gradients that `hook` waits for has come."""
-        _, grads = self._waiting.setdefault(hook.key, (hook, [None] * hook.num_places))
-        grads[hook.place] = grad
+        _, grads = self._waiting.setdefault(hook.key, (hook, [None] * hook.num_tensors))
+        grads[hook.position] = grad
 
     def call_hooks(self) -> None:
         """All have come that will: a leaf that the backward did not reach has None."""

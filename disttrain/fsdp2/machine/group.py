@@ -166,7 +166,7 @@ class Bundle:
         return list(alike.values())
 
 
-def num_keepers(num_shards: int, num_ranks: int) -> int:
+def post_forward_mesh_size(num_shards: int, num_ranks: int) -> int:
     """Returns how many of the ranks that share a parameter keep it together between forward and backward, where
     `num_ranks` of the whole mesh are to: where experts have fewer ranks, the next divisor, so that none keeps more."""
     return next(num for num in range(min(num_ranks, num_shards), num_shards + 1) if num_shards % num == 0)

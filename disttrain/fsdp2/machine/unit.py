@@ -70,7 +70,7 @@ class Unit:
         copied._forget()
         return {**copied.__dict__, "is_scheduled": False}
 
-    def begins_with(self, module: Hashable) -> bool:
+    def begins_first(self) -> bool:
         """True for the first of the modules to run: with its inputs' gradients, the backward of all is over."""
         is_first = not self.to_run
         if is_first:

@@ -38,7 +38,7 @@ def take_up(group: ParamGroup, others: Sequence[ForeignTensor]) -> bool:
             # A checkpoint recomputes with values made during its backward, where hooks record no gradients by default.
             with torch.set_grad_enabled(is_backward or torch.is_grad_enabled()):
                 values[foreign.tensor] = _whole(group, foreign.param, foreign.tensor)
-        group.shown.lend(foreign, values[foreign.tensor])
+        group.shown.substitute(foreign, values[foreign.tensor])
     return True
 
 

@@ -17,9 +17,9 @@ from disttrain.fsdp2.modules.pytrees import items_of
 class Remade:
     """A container of the caller's, the one that the module got in its place, and what was in both then."""
 
-    given: Any
+    original: Any
     made: Any
-    given_values: dict[Any, Any]
+    original_values: dict[Any, Any]
     made_values: dict[Any, Any]
 
     def hand_back(self) -> None:
@@ -27,21 +27,21 @@ class Remade:
         now = items_of(self.made)
         if now.keys() == self.made_values.keys() and all(now[key] is self.made_values[key] for key in now):
             return
-        before = {id(value): self.given_values[key] for key, value in self.made_values.items()}
+        before = {id(value): self.original_values[key] for key, value in self.made_values.items()}
         values = {key: before.get(id(value), value) for key, value in now.items()}
-        if isinstance(self.given, list):
-            self.given[:] = values.values()
+        if isinstance(self.original, list):
+            self.original[:] = values.values()
             return
-        for key in self.given_values.keys() - values.keys():
-            if isinstance(self.given, dict):
-                del self.given[key]
+        for key in self.original_values.keys() - values.keys():
+            if isinstance(self.original, dict):
+                del self.original[key]
         for key, value in values.items():
-            if self.given_values.get(key, self) is value:
+            if self.original_values.get(key, self) is value:
                 continue
-            if isinstance(self.given, dict):
-                self.given[key] = value
+            if isinstance(self.original, dict):
+                self.original[key] = value
             else:
-                object.__setattr__(self.given, key, value)
+                object.__setattr__(self.original, key, value)
 
 
 class Forwards:
@@ -54,7 +54,7 @@ class Forwards:
         return Forwards()
 
     def note(self, arguments: Sequence[Any], taken: Sequence[Any]) -> None:
-        """One begins, with `taken`, made of `given`: arguments, and those by name."""
+        """One begins, with `taken`, made of `original`: arguments, and those by name."""
         (args, kwargs), (own_args, own_kwargs) = arguments, taken
         changes = [*remade(args, own_args)]
         for name, value in own_kwargs.items() if kwargs is not own_kwargs else ():
@@ -72,11 +72,11 @@ class Forwards:
 
 
 def remade(original: Any, made: Any) -> Iterator[Remade]:
-    """Each container in the nest `given` that another one stands for in `made`."""
+    """Each container in the nest `original` that another one stands for in `made`."""
     if original is made:
         return
-    given_values, made_values = items_of(original), items_of(made)
-    for key, value in given_values.items():
+    original_values, made_values = items_of(original), items_of(made)
+    for key, value in original_values.items():
         yield from remade(value, made_values[key])
-    if given_values and not isinstance(original, tuple):
-        yield Remade(original, made, given_values, made_values)
+    if original_values and not isinstance(original, tuple):
+        yield Remade(original, made, original_values, made_values)

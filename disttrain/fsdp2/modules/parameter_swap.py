@@ -35,7 +35,7 @@ class ForeignTensor:
     tensor: torch.Tensor | None
 
 
-Lent = Sequence[tuple[ForeignTensor, torch.Tensor]]
+Substitutes = Sequence[tuple[ForeignTensor, torch.Tensor]]
 """Values that modules have for a call, and where."""
 
 
@@ -47,19 +47,19 @@ class _Swaps:
     parameters: list[dict[str, torch.Tensor | None]]
     names: list[str]
     shards: list[nn.Parameter]
-    wholes: list[nn.Parameter]
+    unsharded: list[nn.Parameter]
     storages: list[int]
 
     @classmethod
-    def of(cls, params: Sequence[ShardedParam], wholes: Sequence[nn.Parameter]) -> _Swaps:
+    def of(cls, params: Sequence[ShardedParam], unsharded: Sequence[nn.Parameter]) -> _Swaps:
         """One for each owner of each parameter."""
         owners = [owner for param in params for owner in param.owners]
         return cls(
             [parameters_of(owner.module) for owner in owners],
             [owner.name for owner in owners],
             [param.sharded for param in params for _ in param.owners],
-            [whole for param, whole in zip(params, wholes, strict=True) for _ in param.owners],
-            [storage_of(whole) for param, whole in zip(params, wholes, strict=True) for _ in param.owners],
+            [parameter for param, parameter in zip(params, unsharded, strict=True) for _ in param.owners],
+            [storage_of(parameter) for param, parameter in zip(params, unsharded, strict=True) for _ in param.owners],
         )
 
     def put(self, new: Sequence[nn.Parameter], old: Sequence[nn.Parameter]) -> bool:
@@ -85,7 +85,7 @@ class Shown:
         self._swaps: _Swaps | None = None
         self._asked_for: list[bool] = []
         """For each gathered parameter, whether it required a gradient when modules got it."""
-        self.lent: Lent = ()
+        self.substitutes: Substitutes = ()
         """The values that modules have for a call, in place of those that the caller set."""
         self._noted: tuple[_Swaps, tuple[int, ...]] | None = None
         """The gathered parameters that modules had when a forward began, and their `values_of`."""
@@ -104,7 +104,7 @@ class Shown:
             "_params": self._params,
             "_swaps": None,
             "_asked_for": [],
-            "lent": (),
+            "substitutes": (),
             "_noted": None,
             "is_on_request": False,
             "num_data_writes": 0,
@@ -116,37 +116,39 @@ class Shown:
         """Shards, or what is made of them, have become other tensors."""
         self._swaps = None
 
-    def show(self, wholes: Sequence[nn.Parameter]) -> list[ForeignTensor]:
+    def show(self, unsharded: Sequence[nn.Parameter]) -> list[ForeignTensor]:
         """Let modules have the gathered parameters. Returns the places where they have something else than the shard,
         which are left as they are."""
         swaps = self._swaps
         if swaps is None:
-            swaps = self._swaps = _Swaps.of(self._params, wholes)
+            swaps = self._swaps = _Swaps.of(self._params, unsharded)
         self.is_whole = True
         asked_for = self._asked_for = which_require_grad(swaps.shards)
-        if which_require_grad(swaps.wholes) != asked_for:
-            for whole, asks in zip(swaps.wholes, asked_for, strict=True):
-                if whole.requires_grad is not asks:
-                    whole.requires_grad_(asks)
-        return [] if swaps.put(swaps.wholes, swaps.shards) else self._others(swaps)
+        if which_require_grad(swaps.unsharded) != asked_for:
+            for parameter, asks in zip(swaps.unsharded, asked_for, strict=True):
+                if parameter.requires_grad is not asks:
+                    parameter.requires_grad_(asks)
+        return [] if swaps.put(swaps.unsharded, swaps.shards) else self._others(swaps)
 
     def note_values(self) -> None:
         """Remember what the gathered parameters are, to be compared with."""
-        self._noted = None if self._swaps is None else (self._swaps, values_of(self._swaps.wholes))
+        self._noted = None if self._swaps is None else (self._swaps, values_of(self._swaps.unsharded))
 
     def written(self) -> list[str]:
         """Names of the gathered parameters that have been written to since, or that have got other memory."""
         swaps = self._swaps
         if swaps is None or self._noted is None or self._noted[0] is not swaps:
             return []
-        now, before = values_of(swaps.wholes), self._noted[1]
+        now, before = values_of(swaps.unsharded), self._noted[1]
         if now == before:
             return []
         params = [param for param in self._params for _ in param.owners]
         count = len(params)
         are_written = [version != was for version, was in zip(now[:count], before[:count], strict=True)]
         # A parameter that was freed meanwhile, and perhaps gathered again, still has its storage.
-        have_moved = [storage_of(whole) != storage for whole, storage in zip(swaps.wholes, swaps.storages, strict=True)]
+        have_moved = [
+            storage_of(parameter) != storage for parameter, storage in zip(swaps.unsharded, swaps.storages, strict=True)
+        ]
         of_each = zip(params, are_written, have_moved, strict=True)
         return [*dict.fromkeys(param.fqn for param, is_written, has_moved in of_each if is_written or has_moved)]
 
@@ -154,33 +156,35 @@ class Shown:
         params = [param for param in self._params for _ in param.owners]
         return [
             ForeignTensor(param, parameters, name, parameters.get(name))
-            for param, parameters, name, whole in zip(params, swaps.parameters, swaps.names, swaps.wholes, strict=True)
-            if parameters.get(name) is not whole
+            for param, parameters, name, parameter in zip(
+                params, swaps.parameters, swaps.names, swaps.unsharded, strict=True
+            )
+            if parameters.get(name) is not parameter
         ]
 
-    def lend(self, foreign: ForeignTensor, value: torch.Tensor) -> None:
+    def substitute(self, foreign: ForeignTensor, value: torch.Tensor) -> None:
         """Let a module have `value` until the shards are shown again."""
         foreign.parameters[foreign.name] = value
-        self.lent = (*self.lent, (foreign, value))
+        self.substitutes = (*self.substitutes, (foreign, value))
 
-    def lend_again(self, lent: Lent) -> None:
+    def substitute_again(self, substitutes: Substitutes) -> None:
         """Let modules have what they had before shards were shown, but where they were given other values since."""
-        for foreign, value in lent:
+        for foreign, value in substitutes:
             if foreign.parameters.get(foreign.name) is foreign.tensor:
-                self.lend(foreign, value)
+                self.substitute(foreign, value)
 
     def hide(self) -> None:
         """Let modules have the shards again. What they were given meanwhile is left to them."""
         swaps = self._swaps
         assert swaps is not None
         self.is_whole = False
-        if which_require_grad(swaps.wholes) != self._asked_for:
-            for sharded, whole, was_asked in zip(swaps.shards, swaps.wholes, self._asked_for, strict=True):
-                if whole.requires_grad is not was_asked:
+        if which_require_grad(swaps.unsharded) != self._asked_for:
+            for sharded, parameter, was_asked in zip(swaps.shards, swaps.unsharded, self._asked_for, strict=True):
+                if parameter.requires_grad is not was_asked:
                     # The user has frozen or unfrozen the gathered parameter.
-                    sharded.requires_grad_(whole.requires_grad)
-        swaps.put(swaps.shards, swaps.wholes)
-        for foreign, value in self.lent:
+                    sharded.requires_grad_(parameter.requires_grad)
+        swaps.put(swaps.shards, swaps.unsharded)
+        for foreign, value in self.substitutes:
             if foreign.parameters.get(foreign.name) is value:
                 foreign.parameters[foreign.name] = foreign.tensor
-        self.lent = ()
+        self.substitutes = ()

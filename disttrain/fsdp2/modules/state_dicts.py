@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import nn
 
-from disttrain.fsdp2.modules.parameter_swap import Lent
+from disttrain.fsdp2.modules.parameter_swap import Substitutes
 from disttrain.fsdp2.params.param_group import ParamGroup
 
 
@@ -16,7 +16,7 @@ class _Shards:
 
     def __init__(self, groups: Sequence[ParamGroup]) -> None:
         self._groups = groups
-        self._is_shown_later: list[tuple[ParamGroup, Lent]] = []
+        self._is_shown_later: list[tuple[ParamGroup, Substitutes]] = []
         """The parameters that the module has meanwhile, and those of them that it has for one call only."""
 
     def __getstate__(self) -> dict[str, object]:
@@ -24,7 +24,7 @@ class _Shards:
         return {"_groups": self._groups, "_is_shown_later": []}
 
     def before(self, *_: object) -> None:
-        self._is_shown_later = [(group, group.shown.lent) for group in self._groups if group.shown.is_whole]
+        self._is_shown_later = [(group, group.shown.substitutes) for group in self._groups if group.shown.is_whole]
         for group, _lent in self._is_shown_later:
             group.hide()
         # Before the first gather, parameters may have other memory; the dict must share the memory that is trained.
@@ -34,7 +34,7 @@ class _Shards:
     def after(self, *_: object) -> None:
         for group, values in self._is_shown_later:
             group.show()
-            group.shown.lend_again(values)
+            group.shown.substitute_again(values)
         self._is_shown_later = []
 
 

@@ -38,10 +38,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return values.to(input.dtype)
 
     def _group(self) -> ProcessGroup:
-        given = self.process_group
-        if isinstance(given, ProcessGroup):
-            return given
-        return current_world("SyncBatchNorm").default_group if given is None else from_torch(given)
+        group = self.process_group
+        if isinstance(group, ProcessGroup):
+            return group
+        return current_world("SyncBatchNorm").default_group if group is None else from_torch(group)
 
     @torch.no_grad()
     def _track(self, mean: torch.Tensor, squares: torch.Tensor, num_values: torch.Tensor) -> None:

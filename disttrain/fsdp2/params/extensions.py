@@ -70,7 +70,7 @@ def _hooks_of_module(owners: Sequence[Owner]) -> Any:
 
 
 @dataclass(frozen=True)
-class _Given:
+class _ShardInputs:
     """Tells the inputs that are gathered of a shard, each of one size on every rank. `make` is what comes after."""
 
     param: ShardedParam
@@ -83,7 +83,7 @@ class _Given:
 class _Sent:
     """Bytes that were made of shards whose values were `of`."""
 
-    given: Sequence[_Given]
+    inputs: Sequence[_ShardInputs]
     memory: torch.Tensor
     of: tuple[int, ...]
 
@@ -92,13 +92,13 @@ class ExtensionGroup(ParamGroup):
     """A group of such parameters: all of their inputs are gathered as bytes, at once. Gradients are as any other's."""
 
     keeps_part = False
-    _given: Sequence[_Given] = ()
+    _inputs: Sequence[_ShardInputs] = ()
     _sent_numel = 0
     _sent: _Sent | None = None
     """Bytes for the gather in backward, while that is to come."""
 
     def __getstate__(self) -> dict[str, object]:
-        return {**super().__getstate__(), "_given": (), "_sent": None}
+        return {**super().__getstate__(), "_inputs": (), "_sent": None}
 
     def lay_out(self) -> None:
         """Give each shard memory of its own, on the device where shards are kept."""
@@ -139,7 +139,7 @@ class ExtensionGroup(ParamGroup):
         self.gathered = versions(self.params, None)
         has_backward = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.no_grad():
-            self._given, sent = self._made(has_backward)
+            self._inputs, sent = self._made(has_backward)
         self._sent_numel = sent.numel()
         return sent
 
@@ -154,7 +154,7 @@ class ExtensionGroup(ParamGroup):
             inputs = [self._give(param, shard)[0] for param, shard in zip(self.params, shards, strict=True)]
         return packing_of(_kinds(inputs)).num_bytes
 
-    def _made(self, has_backward: bool) -> tuple[Sequence[_Given], torch.Tensor]:
+    def _made(self, has_backward: bool) -> tuple[Sequence[_ShardInputs], torch.Tensor]:
         """Makes what is gathered, or takes what was made for forward in a backward."""
         earlier, self._sent = self._sent, None
         locals_ = [local_part(param.sharded) for param in self.params]
@@ -167,38 +167,38 @@ class ExtensionGroup(ParamGroup):
         is_within_backward = backward_is_running()
         values = *versions_of([param.sharded for param in self.params]), *values_of(locals_)
         if is_within_backward and earlier is not None and earlier.of == values:
-            return earlier.given, earlier.memory
-        given, sent = self._give_together(hooks, [*map(self._brought, locals_)])
+            return earlier.inputs, earlier.memory
+        inputs, sent = self._give_together(hooks, [*map(self._brought, locals_)])
         unit = self.state.unit
         if has_backward and not is_within_backward and isinstance(unit, Unit) and unit.frees_after_forward:
-            self._sent = _Sent(given, sent, values)
-        return given, sent
+            self._sent = _Sent(inputs, sent, values)
+        return inputs, sent
 
     def _brought(self, local: torch.Tensor) -> torch.Tensor:
         return local if local.device == self.device else local.to(self.device, non_blocking=True)
 
     def _give_together(
         self, hooks: Sequence[Any], shards: Sequence[torch.Tensor]
-    ) -> tuple[Sequence[_Given], torch.Tensor]:
+    ) -> tuple[Sequence[_ShardInputs], torch.Tensor]:
         sizes = [torch.Size(param.shape) for param in self.params]
         kinds, metadata, write = hooks[0].fsdp_pre_all_gather_together(hooks, shards, self.sharding.shard_mesh, sizes)
-        given = [
-            _Given(param, partial(hook.fsdp_post_all_gather, shard), *each)
+        inputs = [
+            _ShardInputs(param, partial(hook.fsdp_post_all_gather, shard), *each)
             for param, hook, shard, *each in zip(self.params, hooks, shards, kinds, metadata, strict=True)
         ]
-        packing = packing_of(_kinds(given))
+        packing = packing_of(_kinds(inputs))
         sent = torch.empty(packing.num_bytes, dtype=torch.uint8, device=self.device)
         write(sent, packing.starts)
-        return given, sent
+        return inputs, sent
 
-    def _give(self, param: ShardedParam, local: Any) -> tuple[_Given, tuple[torch.Tensor, ...]]:
+    def _give(self, param: ShardedParam, local: Any) -> tuple[_ShardInputs, tuple[torch.Tensor, ...]]:
         hooks = _hooks_of_module(param.owners)
         before, after = (
             (local.fsdp_pre_all_gather, local.fsdp_post_all_gather)
             if hooks is None
             else (partial(hooks.fsdp_pre_all_gather, local), partial(hooks.fsdp_post_all_gather, local))
         )
-        inputs, metadata = before(
+        tensors, metadata = before(
             self.sharding.shard_mesh,
             torch.Size(param.shape),
             contiguous_strides(param.shape),
@@ -206,41 +206,43 @@ class ExtensionGroup(ParamGroup):
             self._policy,
         )
         num_rows = -(-param.shape[0] // self.sharding.num_shards)
-        inputs = tuple(_padded(tensor, local.shape, num_rows) for tensor in inputs)
-        return _Given(param, after, tuple((tensor.shape, tensor.dtype) for tensor in inputs), metadata), inputs
+        tensors = tuple(_padded(tensor, local.shape, num_rows) for tensor in tensors)
+        return _ShardInputs(param, after, tuple((tensor.shape, tensor.dtype) for tensor in tensors), metadata), tensors
 
     def allocated(self) -> _GatheredParts:
         unsharded = self._unsharded
         if not isinstance(unsharded, _GatheredParts) or not unsharded.fits(
-            self._given, self.compute_dtype, self.device
+            self._inputs, self.compute_dtype, self.device
         ):
             unsharded = self._unsharded = _GatheredParts(
-                self._given, self.sharding.num_shards, self.compute_dtype, self.device
+                self._inputs, self.sharding.num_shards, self.compute_dtype, self.device
             )
             self.shown.forget()
         unsharded.allocate()
-        unsharded.given, self._given = self._given, ()
+        unsharded.inputs, self._inputs = self._inputs, ()
         return unsharded
 
 
 class _GatheredParts(UnshardedParams):
     """The outputs of the gather, and the parameters made of them, whose memory comes and goes with theirs."""
 
-    def __init__(self, given: Sequence[_Given], num_shards: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, inputs: Sequence[_ShardInputs], num_shards: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.dtype, self.device = dtype, device
         self.is_cut_in_front = False
         self.parameters: list[nn.Parameter] = []
-        self.given = given
-        self._kinds = [shard.kinds for shard in given]
-        self._unpacking = Unpacking(_kinds(given), num_shards, device)
+        self.inputs = inputs
+        self._kinds = [shard.kinds for shard in inputs]
+        self._unpacking = Unpacking(_kinds(inputs), num_shards, device)
         outputs = iter(self._unpacking.tensors)
         self._outputs = [tuple(islice(outputs, len(kinds))) for kinds in self._kinds]
         storages = [tensor.untyped_storage() for tensor in self._unpacking.tensors]
         self._memory = [(storage, storage.nbytes()) for storage in storages]
 
-    def fits(self, given: Sequence[_Given], dtype: torch.dtype, device: torch.device) -> bool:
-        """True where parameters made once can be filled with what is given now."""
-        return (self.dtype, self.device, self._kinds) == (dtype, device, [shard.kinds for shard in given])
+    def fits(self, inputs: Sequence[_ShardInputs], dtype: torch.dtype, device: torch.device) -> bool:
+        """True where parameters made once can be filled with these inputs."""
+        return (self.dtype, self.device, self._kinds) == (dtype, device, [shard.kinds for shard in inputs])
 
     def allocate(self) -> None:
         for storage, num_bytes in self._memory:
@@ -253,16 +255,16 @@ class _GatheredParts(UnshardedParams):
     def write(self, gathered: torch.Tensor, are_written: Sequence[bool] | None = None) -> None:
         self._unpacking.fill(gathered)
         is_first = not self.parameters
-        for index, (shard, outputs) in enumerate(zip(self.given, self._outputs, strict=True)):
+        for index, (shard, outputs) in enumerate(zip(self.inputs, self._outputs, strict=True)):
             if is_first:
                 self._make(shard, outputs)
             else:
                 made: torch.Tensor = self.parameters[index]
                 made = made._local_tensor if isinstance(made, DTensor) else made
                 shard.make(outputs, shard.metadata, self.dtype, out=made)
-        self.given = ()
+        self.inputs = ()
 
-    def _make(self, shard: _Given, outputs: tuple[torch.Tensor, ...]) -> None:
+    def _make(self, shard: _ShardInputs, outputs: tuple[torch.Tensor, ...]) -> None:
         param = shard.param
         whole, inner = shard.make(outputs, shard.metadata, self.dtype)
         # Inner tensors may be the outputs themselves.
@@ -278,8 +280,8 @@ class _GatheredParts(UnshardedParams):
         self.parameters.append(param.unsharded)
 
 
-def _kinds(given: Sequence[_Given]) -> tuple[Kind, ...]:
-    return tuple(chain.from_iterable(shard.kinds for shard in given))
+def _kinds(inputs: Sequence[_ShardInputs]) -> tuple[Kind, ...]:
+    return tuple(chain.from_iterable(shard.kinds for shard in inputs))
 
 
 def _padded(tensor: torch.Tensor, shard_shape: torch.Size, num_rows: int) -> torch.Tensor:

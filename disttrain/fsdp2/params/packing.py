@@ -67,7 +67,7 @@ class Unpacking:
                 for tensor, size in zip(self.tensors, packing.sizes, strict=True)
             ]
         self._places = [*(places[index] for index in packing.order), unused]
-        self._sizes = [place.shape[1] for place in self._places]
+        self._sizes = [rows.shape[1] for rows in self._places]
 
     def fill(self, gathered: torch.Tensor) -> None:
         """Take over the bytes of all ranks, (num_ranks, num_bytes)."""

@@ -14,7 +14,7 @@ from disttrain.fsdp2._torch import base_of, call_when_added
 from disttrain.fsdp2.faults.checks import common_dtype, refuse_device, refuse_parts_on_meta
 from disttrain.fsdp2.grads.reduced import hand_out, parts_of, to_host
 from disttrain.fsdp2.grads.sums import GradSums
-from disttrain.fsdp2.machine.group import Group, num_keepers
+from disttrain.fsdp2.machine.group import Group, post_forward_mesh_size
 from disttrain.fsdp2.modules.parameter_swap import ForeignTensor, Shown
 from disttrain.fsdp2.params.cast_shards import CastShards, latest
 from disttrain.fsdp2.params.flat import plan_flat
@@ -273,7 +273,7 @@ class ParamGroup:
         """
         assert self._unsharded is not None
         if keep_on is not None:
-            num_ranks = num_keepers(self.sharding.num_shards, keep_on)
+            num_ranks = post_forward_mesh_size(self.sharding.num_shards, keep_on)
             self._kept = self._unsharded.part_on(self.sharding.shard_rank, num_ranks), num_ranks
         self.hide()
         self._unsharded.free()

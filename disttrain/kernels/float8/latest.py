@@ -18,11 +18,11 @@ from disttrain.kernels.float8.operator import Cast
 from disttrain.kernels.recording import current_recording
 
 
-class Place(NamedTuple):
+class CastKey(NamedTuple):
     """An input, and all that its cast depends on."""
 
     x: ref[torch.Tensor]
-    key: tuple[Any, ...]
+    depends_on: tuple[Any, ...]
     wants_columns: bool
 
 
@@ -30,11 +30,11 @@ class LatestCast:
     """The slot. It is the process's, but no thread is given what another one has computed."""
 
     def __init__(self) -> None:
-        self._entry: tuple[Place, Cast] | None = None
+        self._entry: tuple[CastKey, Cast] | None = None
 
-    def place_of(
+    def key_of(
         self, x: torch.Tensor | None, dtype: torch.dtype, by_rows: bool, *, wants_columns: bool
-    ) -> Place | None:
+    ) -> CastKey | None:
         """Of a cast of `x`, brought to `dtype` before; None where it can't be told whether `x` is as it was.
 
         So is what no step has computed: graphs that are replayed write to memory of their own, and torch counts none
@@ -49,20 +49,20 @@ class LatestCast:
             if recording is None and torch.cuda.is_current_stream_capturing():
                 return None
             stream = torch.cuda.current_stream(x.device).cuda_stream
-        key = x._version, x.data_ptr(), dtype, by_rows, stream, recording, threading.get_ident()
-        return Place(ref(x, self._forget), key, wants_columns)
+        depends_on = x._version, x.data_ptr(), dtype, by_rows, stream, recording, threading.get_ident()
+        return CastKey(ref(x, self._forget), depends_on, wants_columns)
 
-    def get(self, place: Place) -> Cast | None:
-        """The cast there, if it is still known."""
+    def get(self, key: CastKey) -> Cast | None:
+        """The cast of this key, if it is still known."""
         if self._entry is None:
             return None
-        known, cast = self._entry
-        is_same = known.x() is place.x() and known.key == place.key
-        return cast if is_same and (known.wants_columns or not place.wants_columns) else None
+        latest, cast = self._entry
+        is_same = latest.x() is key.x() and latest.depends_on == key.depends_on
+        return cast if is_same and (latest.wants_columns or not key.wants_columns) else None
 
-    def put(self, place: Place, cast: Cast) -> None:
+    def put(self, key: CastKey, cast: Cast) -> None:
         """Knows this cast from now on, and no other."""
-        self._entry = place, cast
+        self._entry = key, cast
 
     def clear(self) -> None:
         """Knows none: nobody will ask for it again."""

@@ -43,7 +43,7 @@ def float8_linear(
     """
     check_fits(x, weight, recipe)
     # By which its cast is known again; autograd does not see it.
-    given = None if torch.compiler.is_compiling() else ref(x)
+    original = None if torch.compiler.is_compiling() else ref(x)
     if is_within_autocast(x.device):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     if not torch.is_grad_enabled():
@@ -53,7 +53,7 @@ def float8_linear(
     if isinstance(weight, Float8Weight):
         parts = (weight.codes, weight.scales, weight.rows_per_scale)
     rows = x.unsqueeze(0) if x.ndim == 1 else x.flatten(0, -2)
-    result: torch.Tensor = _Float8Linear.apply(rows, weight, bias, recipe, *parts, given)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Float8Linear.apply(rows, weight, bias, recipe, *parts, original)  # type: ignore[no-untyped-call]
     return result.view(*x.shape[:-1], len(weight))
 
 
@@ -95,16 +95,16 @@ class _Float8Linear(torch.autograd.Function):
         codes: torch.Tensor | None,
         scales: torch.Tensor | None,
         rows_per_scale: int,
-        given: ref[torch.Tensor] | None,
+        original: ref[torch.Tensor] | None,
     ) -> torch.Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         by_rows = recipe == "rowwise"
-        place = None if given is None else LATEST.place_of(given(), x.dtype, by_rows, wants_columns=needs_weight)
-        rows = None if place is None else LATEST.get(place)
+        key = None if original is None else LATEST.key_of(original(), x.dtype, by_rows, wants_columns=needs_weight)
+        rows = None if key is None else LATEST.get(key)
         if rows is None:
             rows = cast(x, WEIGHT_DTYPE, by_rows=by_rows, wants_columns=needs_weight)
-            if place is not None:
-                LATEST.put(place, rows)
+            if key is not None:
+                LATEST.put(key, rows)
         factor = _factor(weight, codes, scales, rows_per_scale, by_rows, needs_x)
         result = multiply(rows.rows, rows.row_scales, factor.rows, factor.row_scales, x.dtype, is_fast=True)
         if bias is not None:

@@ -218,7 +218,7 @@ def _backward_of_linear(ctx: Any, grad: torch.Tensor) -> Any:
 Optional = torch.Tensor | None
 
 
-class _Given(NamedTuple):
+class _MlpArguments(NamedTuple):
     """The arguments of `MLP`, in their order."""
 
     x: torch.Tensor
@@ -252,9 +252,9 @@ class _Given(NamedTuple):
 
 
 def _mlp(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    given = _Given(*arguments)
-    result, of_gate, of_up = mlp.forward(*given.parts(), given.form, given.recipe)
-    return result, of_gate, given.x.new_empty(0) if of_up is None else of_up
+    call = _MlpArguments(*arguments)
+    result, of_gate, of_up = mlp.forward(*call.parts(), call.form, call.recipe)
+    return result, of_gate, call.x.new_empty(0) if of_up is None else of_up
 
 
 def _mlp_shapes(
@@ -269,11 +269,11 @@ def _mlp_shapes(
 def _mlp_backward(grad: torch.Tensor, *arguments: Any) -> list[torch.Tensor]:
     """`arguments`: those of `MLP`, with what it kept of gate and up behind the tensors, and what is wanted at last."""
     tensors, (kept_gate, kept_up), plain, wanted = arguments[:10], arguments[10:12], arguments[12:18], arguments[18:]
-    given = _Given(*tensors, *plain)
-    kept_up = None if given.up is None else kept_up
-    grads = mlp.backward(grad.contiguous(), *given.parts(), kept_gate, kept_up, given.form, given.recipe, *wanted)
+    call = _MlpArguments(*tensors, *plain)
+    kept_up = None if call.up is None else kept_up
+    grads = mlp.backward(grad.contiguous(), *call.parts(), kept_gate, kept_up, call.form, call.recipe, *wanted)
     results = (grads.x, grads.weights, grads.gate, grads.up, grads.down, grads.gate_bias, grads.down_bias)
-    return [given.x.new_empty(0) if result is None else result for result in results]
+    return [call.x.new_empty(0) if result is None else result for result in results]
 
 
 def _mlp_backward_shapes(

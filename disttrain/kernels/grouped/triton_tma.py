@@ -38,8 +38,8 @@ def _product(
             target.store([first, column * COLUMNS], value)
         else:
             rows, outs = first + tl.arange(0, ROWS), column * COLUMNS + tl.arange(0, COLUMNS)
-            place = result + rows.to(tl.int64)[:, None] * out_size + outs[None, :]
-            tl.store(place, value, mask=(rows < end)[:, None] & (outs < out_size)[None, :])
+            addresses = result + rows.to(tl.int64)[:, None] * out_size + outs[None, :]
+            tl.store(addresses, value, mask=(rows < end)[:, None] & (outs < out_size)[None, :])
 
 
 def product_by_tma(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

@@ -16,19 +16,19 @@ import torch
 from disttrain.errors import ScheduleError
 from disttrain.pipelining._torch import edge_of
 from disttrain.pipelining.model.backward import Backward
-from disttrain.pipelining.runtime.in_flight import Batch, Given, Handed, InFlight, Message, Pass, in_traces, label_of
-from disttrain.pipelining.runtime.learning import Forms
+from disttrain.pipelining.runtime.in_flight import Batch, Handed, InFlight, Input, Message, Pass, in_traces, label_of
+from disttrain.pipelining.runtime.learning import MetadataExchange
 from disttrain.pipelining.runtime.losses import Losses
 from disttrain.pipelining.runtime.message_metadata import (
-    Form,
-    TensorForm,
-    form_of,
+    MessageMetadata,
+    TensorMetadata,
     gradient_part,
+    metadata_of,
     part_of,
     received,
     sent_gradient,
 )
-from disttrain.pipelining.runtime.messages import Mail
+from disttrain.pipelining.runtime.messages import Messenger
 from disttrain.pipelining.runtime.routes import Hop, Routes
 from disttrain.pipelining.runtime.sharded import schedule_modules
 from disttrain.pipelining.runtime.streams import Streams, are_apart
@@ -59,19 +59,19 @@ class Executor:
         self,
         stages: Mapping[int, PipelineStage],
         routes: Routes,
-        mail: Mail,
+        messenger: Messenger,
         device: torch.device,
         *,
         fuses_sums: bool,
     ) -> None:
         self._stages = stages
         self._routes = routes
-        self._mail = mail
+        self._messenger = messenger
         self._fuses_sums = fuses_sums
         group = next(iter(stages.values())).group
         self._rank, self._world = group.group_rank, group.world
         self._programs: dict[bool, _Program] = {}
-        self._last_forms: dict[int, Form] = {}
+        self._last_metadata: dict[int, MessageMetadata] = {}
         self._streams = Streams(device)
         self._are_apart = are_apart(stage.submod for stage in stages.values())
         self._tied = TiedGradients(stages, routes)
@@ -94,16 +94,16 @@ class Executor:
             Op.REDUCE_GRAD: self._reduce_grad,
         }
 
-    def run(self, schedule: Schedule, forms: Forms, batch: Batch, losses: Losses) -> None:
+    def run(self, schedule: Schedule, exchange: MetadataExchange, batch: Batch, losses: Losses) -> None:
         """This rank's actions of a lowered schedule. Collective: every rank of the pipeline runs its own."""
-        self._schedule, self._forms = schedule, forms
+        self._schedule, self._exchange = schedule, exchange
         self._home = schedule.placement.ranks
         self._now = Pass(batch, losses)
         world = self._world
         program = self._program_of(schedule)
         self._givers, self._takers = program.givers, program.takers
         self._streams.begin(self._stages if program.overlaps and self._are_apart else ())
-        self._mail.may_wait = not forms.is_learning
+        self._messenger.may_wait = not exchange.is_learning
         self._fuses_now = self._fuses_sums and not self._streams.run_side_by_side
         if schedule.has_backward:
             self._tied.begin()
@@ -123,9 +123,9 @@ class Executor:
             self._finish_grads(stage)
         if schedule.has_backward:
             self._take_tied()
-        self._mail.finish()
-        forms.end_pass()
-        if forms.is_learning:
+        self._messenger.finish()
+        exchange.end_pass()
+        if exchange.is_learning:
             # The next pass may have none of these sizes.
             self._streams.forget_buffers()
         self.reset()
@@ -164,67 +164,67 @@ class Executor:
         with backward.forward():
             output = module.submod(*args, **now.batch.kwargs[microbatch])
         del args
-        if module.output_form is not None:
-            _check_example(module.output_form, f"what stage {stage} returns", output, "output_args")
-        flight = InFlight(backward, inputs)
+        if module.output_metadata is not None:
+            _check_example(module.output_metadata, f"what stage {stage} returns", output, "output_args")
+        in_flight = InFlight(backward, inputs)
         if module.is_last:
             loss = now.losses.take(microbatch, output)
             if loss is not None:
-                flight.roots, flight.root_grads = [loss], [now.losses.root_grad(loss)]
+                in_flight.roots, in_flight.root_grads = [loss], [now.losses.root_grad(loss)]
         else:
-            self._hand_on(stage, microbatch, output, flight)
+            self._hand_on(stage, microbatch, output, in_flight)
         if self._schedule.has_backward:
-            now.flights[stage, microbatch] = flight
+            now.in_flight[stage, microbatch] = in_flight
 
-    def _inputs(self, stage: int, microbatch: int) -> tuple[tuple[Any, ...], list[Given]]:
+    def _inputs(self, stage: int, microbatch: int) -> tuple[tuple[Any, ...], list[Input]]:
         """The arguments of a forward; and the tensors among them that come from other stages."""
         module = self._stages[stage]
-        inputs: list[Given] = []
+        inputs: list[Input] = []
         if module.is_first:
             args = self._now.batch.args[microbatch]
         else:
             args = ()
             for giver in self._givers[stage]:
-                form, tensors = self._take(giver, stage, microbatch)
-                numbers = range(len(form.tensors)) if giver.numbers is None else giver.numbers
+                metadata, tensors = self._take(giver, stage, microbatch)
+                numbers = range(len(metadata.tensors)) if giver.numbers is None else giver.numbers
                 received_values = [
-                    Given(giver.stage, which, form.tensors[which], tensor)
+                    Input(giver.stage, which, metadata.tensors[which], tensor)
                     for which, tensor in zip(numbers, tensors, strict=True)
                 ]
                 inputs += received_values
                 if giver.numbers is None:
-                    args = as_arguments(form.build(tensors))
+                    args = as_arguments(metadata.build(tensors))
             if module.inputs is not None:
                 by_source = {(value.source, value.which): value.tensor for value in inputs}
                 args = tuple(by_source[pair] for pair in module.inputs)
-        if module.input_form is not None:
-            _check_example(module.input_form, f"what stage {stage} is given", args, "input_args")
+        if module.input_metadata is not None:
+            _check_example(module.input_metadata, f"what stage {stage} is given", args, "input_args")
         return args, inputs
 
-    def _take(self, giver: Hop, stage: int, microbatch: int) -> tuple[Form, list[torch.Tensor]]:
+    def _take(self, giver: Hop, stage: int, microbatch: int) -> tuple[MessageMetadata, list[torch.Tensor]]:
         """Returns the output of another stage, as leaves."""
         message = giver.stage, stage, microbatch
         if giver.is_here:
-            form, tensors, made = self._now.handed.pop(message)
-            assert form is not None
+            metadata, tensors, made = self._now.handed.pop(message)
+            assert metadata is not None
             self._streams.follow(stage, made, tensors)
-            wanted = _kept(form, giver.numbers)
-            return form, [
+            wanted = _kept(metadata, giver.numbers)
+            return metadata, [
                 tensor.detach().requires_grad_(meta.wants_grad) for meta, tensor in zip(wanted, tensors, strict=True)
             ]
-        form = self._forms.hear(*message)
+        metadata = self._exchange.hear(*message)
         parts, find_mesh = self._arrived(message), self._stages[stage].find_mesh
-        wanted = _kept(form, giver.numbers)
-        return form, [received(meta, part, find_mesh) for meta, part in zip(wanted, parts, strict=True)]
+        wanted = _kept(metadata, giver.numbers)
+        return metadata, [received(meta, part, find_mesh) for meta, part in zip(wanted, parts, strict=True)]
 
-    def _hand_on(self, stage: int, microbatch: int, output: Any, flight: InFlight) -> None:
+    def _hand_on(self, stage: int, microbatch: int, output: Any, in_flight: InFlight) -> None:
         """To all stages that take something of it."""
-        form, tensors = form_of(output, self._last_forms.get(stage))
-        self._last_forms[stage] = form
+        metadata, tensors = metadata_of(output, self._last_metadata.get(stage))
+        self._last_metadata[stage] = metadata
         if self._schedule.has_backward:
-            flight.roots = [edge_of(tensor) for tensor in tensors]
-            flight.outputs = form.tensors
-            flight.meshes = [getattr(tensor, "device_mesh", None) for tensor in tensors]
+            in_flight.roots = [edge_of(tensor) for tensor in tensors]
+            in_flight.outputs = metadata.tensors
+            in_flight.meshes = [getattr(tensor, "device_mesh", None) for tensor in tensors]
         for target, numbers, is_here in self._takers[stage]:
             if numbers and numbers[-1] >= len(tensors):
                 raise ScheduleError(
@@ -236,67 +236,69 @@ class Executor:
             message = stage, target, microbatch
             if is_here:
                 made = self._streams.mark(stage)
-                self._now.handed[message] = Handed(form, [tensor.detach() for tensor in chosen], made)
+                self._now.handed[message] = Handed(metadata, [tensor.detach() for tensor in chosen], made)
             else:
-                self._forms.tell(*message, form)
+                self._exchange.tell(*message, metadata)
                 self._now.outbox[message] = [part_of(tensor) for tensor in chosen]
 
     def _backward(self, action: Action) -> None:
-        flight, grads = self._landing(action)
-        tensors = [value.tensor for value in flight.given]
-        self._hand_back(action, flight, flight.backward.backward(flight.roots, grads, tensors))
-        del self._now.flights[action.stage, action.microbatch]  # type: ignore[arg-type]
+        in_flight, grads = self._output_grads(action)
+        tensors = [value.tensor for value in in_flight.inputs]
+        self._hand_back(action, in_flight, in_flight.backward.backward(in_flight.roots, grads, tensors))
+        del self._now.in_flight[action.stage, action.microbatch]  # type: ignore[arg-type]
 
     def _backward_input(self, action: Action) -> None:
-        flight, grads = self._landing(action)
-        tensors = [value.tensor for value in flight.given]
-        self._hand_back(action, flight, flight.backward.backward_input(flight.roots, grads, tensors))
+        in_flight, grads = self._output_grads(action)
+        tensors = [value.tensor for value in in_flight.inputs]
+        self._hand_back(action, in_flight, in_flight.backward.backward_input(in_flight.roots, grads, tensors))
         # Only the inputs of its weights' gradients are kept.
-        flight.given, flight.roots, flight.root_grads = (), (), None
+        in_flight.inputs, in_flight.roots, in_flight.root_grads = (), (), None
 
     def _backward_weight(self, action: Action) -> None:
-        flight = self._now.flights.pop((action.stage, action.microbatch))  # type: ignore[arg-type]
-        flight.backward.backward_weight()
+        in_flight = self._now.in_flight.pop((action.stage, action.microbatch))  # type: ignore[arg-type]
+        in_flight.backward.backward_weight()
 
-    def _landing(self, action: Action) -> tuple[InFlight, Sequence[torch.Tensor | None]]:
+    def _output_grads(self, action: Action) -> tuple[InFlight, Sequence[torch.Tensor | None]]:
         """A microbatch in flight, and the gradients of its stage's outputs: the sums of those that come back."""
         stage, microbatch = action.stage, action.microbatch
         assert microbatch is not None
-        flight = self._now.flights[stage, microbatch]
-        if flight.root_grads is not None:
-            return flight, flight.root_grads
-        totals: list[torch.Tensor | None] = [None] * len(flight.roots)
+        in_flight = self._now.in_flight[stage, microbatch]
+        if in_flight.root_grads is not None:
+            return in_flight, in_flight.root_grads
+        totals: list[torch.Tensor | None] = [None] * len(in_flight.roots)
         for target, numbers, is_here in self._takers[stage]:
             taken = range(len(totals)) if numbers is None else numbers
-            wanted = [which for which in taken if flight.outputs[which].wants_grad]
+            wanted = [which for which in taken if in_flight.outputs[which].wants_grad]
             message = target, stage, microbatch
             if is_here:
                 _, grads, made = self._now.handed.pop(message)
                 self._streams.follow(stage, made, grads)
             else:
                 grads = [
-                    sent_gradient(flight.outputs[which], part, flight.meshes[which])
+                    sent_gradient(in_flight.outputs[which], part, in_flight.meshes[which])
                     for which, part in zip(wanted, self._arrived(message), strict=True)
                 ]
             for which, grad in zip(wanted, grads, strict=True):
                 total = totals[which]
                 totals[which] = grad if total is None else total + grad
-        return flight, totals
+        return in_flight, totals
 
-    def _hand_back(self, action: Action, flight: InFlight, grads: Sequence[torch.Tensor | None]) -> None:
+    def _hand_back(self, action: Action, in_flight: InFlight, grads: Sequence[torch.Tensor | None]) -> None:
         """Each stage that gave something gets the gradients of it."""
         for source, _, is_here in self._givers[action.stage]:
             wanted = [
                 (value, grad)
-                for value, grad in zip(flight.given, grads, strict=True)
-                if value.source == source and value.form.wants_grad
+                for value, grad in zip(in_flight.inputs, grads, strict=True)
+                if value.source == source and value.metadata.wants_grad
             ]
             message = action.stage, source, action.microbatch
             if is_here:
                 whole = [torch.zeros_like(value.tensor) if grad is None else grad for value, grad in wanted]
                 self._now.handed[message] = Handed(None, whole, self._streams.mark(action.stage))
             else:
-                self._now.outbox[message] = [gradient_part(value.form, grad, value.tensor) for value, grad in wanted]
+                self._now.outbox[message] = [
+                    gradient_part(value.metadata, grad, value.tensor) for value, grad in wanted
+                ]
 
     def _overlap(self, action: Action) -> None:
         is_named = profiler._is_profiler_enabled
@@ -311,10 +313,10 @@ class Executor:
     def _send(self, action: Action) -> None:
         stage, peer = action.stage, action.peer
         assert peer is not None
-        self._mail.send(self._now.outbox.pop((stage, peer, action.microbatch)), self._home[peer])
+        self._messenger.send(self._now.outbox.pop((stage, peer, action.microbatch)), self._home[peer])
 
     def _receive(self, action: Action) -> None:
-        if self._forms.is_learning:
+        if self._exchange.is_learning:
             assert action.peer is not None
             self._now.due.setdefault(self._home[action.peer], deque()).append(action)
         else:
@@ -325,22 +327,22 @@ class Executor:
         stage, peer = action.stage, action.peer
         assert peer is not None
         buffers = self._buffers(action)
-        self._now.inbox[peer, stage, action.microbatch] = self._mail.receive(buffers, self._home[peer]), buffers
+        self._now.inbox[peer, stage, action.microbatch] = self._messenger.receive(buffers, self._home[peer]), buffers
 
     def _buffers(self, action: Action) -> list[torch.Tensor]:
         stage, peer, microbatch = action.stage, action.peer, action.microbatch
         assert peer is not None
         if microbatch is None:
             return self._tied.buffers(peer, stage)
-        forms: Iterable[TensorForm]
+        wanted: Iterable[TensorMetadata]
         if action.op is Op.RECV_F:
-            forms = _kept(self._forms.hear(peer, stage, microbatch), self._routes.taken(peer, stage))
+            wanted = _kept(self._exchange.hear(peer, stage, microbatch), self._routes.taken(peer, stage))
         else:
             # The gradients that come back.
-            sent = _kept(self._forms.told(stage, peer, microbatch), self._routes.taken(stage, peer))
-            forms = (metadata for metadata in sent if metadata.wants_grad)
+            sent = _kept(self._exchange.told(stage, peer, microbatch), self._routes.taken(stage, peer))
+            wanted = (metadata for metadata in sent if metadata.wants_grad)
         pool = self._streams.buffers(stage)
-        return [pool.take(form.shape, form.dtype) for form in forms]
+        return [pool.take(metadata.shape, metadata.dtype) for metadata in wanted]
 
     def _arrived(self, message: Message) -> Sequence[torch.Tensor]:
         """Returns the tensors that have been received."""
@@ -360,7 +362,7 @@ class Executor:
         assert action.peer is not None
         self._finish_grads(action.stage)
         parts = self._tied.parts(action.stage, action.peer)
-        self._mail.send(parts, self._home[action.peer], is_regular=False)
+        self._messenger.send(parts, self._home[action.peer], is_regular=False)
 
     def _take_tied(self) -> None:
         waiting = [(action.peer, action.stage, action.microbatch) for due in self._now.due.values() for action in due]
@@ -386,13 +388,13 @@ class Executor:
             module.finish_grads()
 
 
-def _kept(form: Form, numbers: tuple[int, ...] | None) -> Sequence[TensorForm]:
-    """Those tensors of a form that go somewhere; None: all."""
-    return form.tensors if numbers is None else [form.tensors[which] for which in numbers]
+def _kept(metadata: MessageMetadata, numbers: tuple[int, ...] | None) -> Sequence[TensorMetadata]:
+    """The tensors of a message of these `numbers`, of which another stage makes use; None: all."""
+    return metadata.tensors if numbers is None else [metadata.tensors[which] for which in numbers]
 
 
-def _check_example(example: Form, subject: str, value: Any, name: str) -> None:
-    example.check(subject, form_of(value)[0].without_grad(), f"in {name}", f"Give other {name}, or none.")
+def _check_example(example: MessageMetadata, subject: str, value: Any, name: str) -> None:
+    example.check(subject, metadata_of(value)[0].without_grad(), f"in {name}", f"Give other {name}, or none.")
 
 
 _NO_LOSSES = Losses(None, None, {}, 1.0, keeps_outputs=False, has_backward=False)

@@ -12,7 +12,7 @@ import torch
 from disttrain.pipelining._torch import Root
 from disttrain.pipelining.model.backward import Backward, Casts
 from disttrain.pipelining.runtime.losses import Losses
-from disttrain.pipelining.runtime.message_metadata import Form, TensorForm
+from disttrain.pipelining.runtime.message_metadata import MessageMetadata, TensorMetadata
 from disttrain.pipelining.schedule.action import RECEIVES, SENDS, Action, Op
 from disttrain.process_group import Work
 from disttrain.process_group.watching.ranges import in_range
@@ -34,20 +34,20 @@ Message = tuple[int, int, int | None]
 
 
 class Handed(NamedTuple):
-    """Values for another stage of this rank: tensors, their form (of gradients none), and when their stage had made
+    """Values for another stage of this rank: tensors, their metadata (of gradients none), and when their stage had made
     them."""
 
-    form: Form | None
+    metadata: MessageMetadata | None
     tensors: Sequence[torch.Tensor]
     made: torch.cuda.Event | None
 
 
-class Given(NamedTuple):
-    """A tensor that a stage was given: number `which` of those that `source` returned."""
+class Input(NamedTuple):
+    """A tensor that has come to a stage: number `which` of those that `source` returned."""
 
     source: int
     which: int
-    form: TensorForm
+    metadata: TensorMetadata
     tensor: torch.Tensor
 
 
@@ -55,14 +55,14 @@ class Given(NamedTuple):
 class InFlight:
     """A microbatch in flight: on one stage, between its forward and its last backward.
 
-    `roots`: where its backward begins, one per tensor that it returned; `outputs`: the forms of these; `meshes`: of
+    `roots`: where its backward begins, one per tensor that it returned; `outputs`: the metadata of these; `meshes`: of
     those that are DTensors.
     """
 
     backward: Backward
-    given: Sequence[Given]
+    inputs: Sequence[Input]
     roots: Sequence[Root | None] = ()
-    outputs: Sequence[TensorForm] = ()
+    outputs: Sequence[TensorMetadata] = ()
     meshes: Sequence[Any] = ()
     root_grads: list[torch.Tensor | None] | None = None
 
@@ -73,7 +73,7 @@ class Pass:
 
     batch: Batch
     losses: Losses
-    flights: dict[Microbatch, InFlight] = field(default_factory=dict)
+    in_flight: dict[Microbatch, InFlight] = field(default_factory=dict)
     outbox: dict[Message, Sequence[torch.Tensor]] = field(default_factory=dict)
     inbox: dict[Message, tuple[list[Work], Sequence[torch.Tensor]]] = field(default_factory=dict)
     handed: dict[Message, Handed] = field(default_factory=dict)

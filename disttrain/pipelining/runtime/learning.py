@@ -6,21 +6,21 @@ import time
 from collections.abc import Callable
 
 from disttrain.errors import CollectiveTimeoutError, StoreTimeoutError
-from disttrain.pipelining.runtime.message_metadata import Form, pack_form, unpack_form
+from disttrain.pipelining.runtime.message_metadata import MessageMetadata, pack_metadata, unpack_metadata
 from disttrain.store import Store
 
 _Message = tuple[int, int, int]
-"""From which stage, to which, and of which microbatch, where forms may change between these; else 0."""
+"""From which stage, to which, and of which microbatch, where metadata may change between these; else 0."""
 
 _SLICE_S = 0.5
 """The interval at which a waiting rank checks whether another has failed."""
 
 
-class Forms:
-    """The forms of what goes from stage to stage, on one rank.
+class MetadataExchange:
+    """The metadata of what goes from stage to stage, on one rank.
 
     Args: store  of this pipeline alone;  timeout_s  how long to wait for a sender;  check  raises when another rank has
-          failed;  is_dynamic  forms may change from one microbatch to the next.
+          failed;  is_dynamic  metadata may change from one microbatch to the next.
     """
 
     def __init__(self, store: Store, timeout_s: float, check: Callable[[], None], *, is_dynamic: bool) -> None:
@@ -28,47 +28,47 @@ class Forms:
         self._timeout_s = timeout_s
         self._check = check
         self._is_dynamic = is_dynamic
-        self._told: dict[_Message, Form] = {}
-        self._heard: dict[_Message, Form] = {}
+        self._told: dict[_Message, MessageMetadata] = {}
+        self._heard: dict[_Message, MessageMetadata] = {}
         self._num_passes = 0
         self.is_learning = True
-        """True while the form of a message is not known before it arrives."""
+        """True while the metadata of a message is not known before it arrives."""
 
     def end_pass(self) -> None:
-        """All forms have been told and heard."""
+        """All metadata has been told and heard."""
         self.is_learning = self._is_dynamic
         self._num_passes += 1
         if self._is_dynamic:
             self._told.clear()
             self._heard.clear()
 
-    def tell(self, source: int, target: int, microbatch: int, form: Form) -> None:
+    def tell(self, source: int, target: int, microbatch: int, metadata: MessageMetadata) -> None:
         """`source` is about to send this to `target`.
 
         Raises: ShapeError when it is not what the first microbatch was; ScheduleError for what cannot travel.
         """
         message = source, target, microbatch * self._is_dynamic
-        form_told = self._told.get(message)
-        if form_told is None:
-            self._told[message] = form
-            self._store.set(self._key(message), pack_form(form))
-        elif form_told is not form:
-            form_told.check(f"what stage {source} returns for microbatch {microbatch}", form)
+        metadata_told = self._told.get(message)
+        if metadata_told is None:
+            self._told[message] = metadata
+            self._store.set(self._key(message), pack_metadata(metadata))
+        elif metadata_told is not metadata:
+            metadata_told.check(f"what stage {source} returns for microbatch {microbatch}", metadata)
 
-    def told(self, source: int, target: int, microbatch: int) -> Form:
+    def told(self, source: int, target: int, microbatch: int) -> MessageMetadata:
         """Returns what `source` has told of its messages to `target`."""
         return self._told[source, target, microbatch * self._is_dynamic]
 
-    def hear(self, source: int, target: int, microbatch: int) -> Form:
+    def hear(self, source: int, target: int, microbatch: int) -> MessageMetadata:
         """Waits until `source` tells of its messages to `target`. Raises: CollectiveTimeoutError when it does not."""
         message = source, target, microbatch * self._is_dynamic
-        form = self._heard.get(message)
-        if form is None:
+        metadata = self._heard.get(message)
+        if metadata is None:
             key = self._key(message)
             self._wait(key, message)
-            form = self._heard[message] = unpack_form(self._store.get(key))
+            metadata = self._heard[message] = unpack_metadata(self._store.get(key))
             self._store.delete_key(key)
-        return form
+        return metadata
 
     def _key(self, message: _Message) -> str:
         """With the pass: a sender may be several of them ahead."""

@@ -26,7 +26,7 @@ _KINDS: dict[str, type[Placement]] = {kind.__name__: kind for kind in (Shard, St
 
 
 @dataclass(frozen=True)
-class Sharding:
+class DTensorLayout:
     """Placements of a DTensor on its mesh, which on the receiver's side is another one with the same axes."""
 
     axis_names: tuple[str, ...]
@@ -44,13 +44,13 @@ class Sharding:
 
 
 @dataclass(frozen=True)
-class TensorForm:
+class TensorMetadata:
     """One tensor; of a DTensor `shape` is that of this rank's part, which is what travels."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     wants_grad: bool
-    sharding: Sharding | None = None
+    sharding: DTensorLayout | None = None
 
     def __str__(self) -> str:
         cut = "" if self.sharding is None else f" as {self.sharding.placements} on {self.sharding.axis_names}"
@@ -66,30 +66,30 @@ class Constant:
 
 
 @dataclass(frozen=True)
-class Form:
+class MessageMetadata:
     """A nest of tensors and constants."""
 
     structure: Structure
-    leaves: tuple[TensorForm | Constant, ...]
+    leaves: tuple[TensorMetadata | Constant, ...]
 
     @cached_property
-    def tensors(self) -> tuple[TensorForm, ...]:
+    def tensors(self) -> tuple[TensorMetadata, ...]:
         """Those that travel, in the order in which they do."""
-        return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorForm))
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorMetadata))
 
-    def without_grad(self) -> Form:
+    def without_grad(self) -> MessageMetadata:
         """The same where nobody asks for gradients."""
-        leaves = (replace(leaf, wants_grad=False) if isinstance(leaf, TensorForm) else leaf for leaf in self.leaves)
-        return Form(self.structure, tuple(leaves))
+        leaves = (replace(leaf, wants_grad=False) if isinstance(leaf, TensorMetadata) else leaf for leaf in self.leaves)
+        return MessageMetadata(self.structure, tuple(leaves))
 
     def check(
         self,
         subject: str,
-        actual: Form,
+        actual: MessageMetadata,
         where: str = "in the first microbatch",
         remedy: str = "Give microbatches of one size, or dynamic_shapes=True.",
     ) -> None:
-        """Raises: ShapeError when `actual` is another form than this one, which was `where`."""
+        """Raises: ShapeError when `actual` differs from this one, which was `where`."""
         if actual == self:
             return
         if actual.structure != self.structure:
@@ -108,14 +108,14 @@ class Form:
         )
 
     def is_of(self, value: Any) -> bool:
-        """True where this is one plain tensor, and `value` another of the same form."""
+        """True where this is one plain tensor, and `value` another of the same shape, dtype and wish for a gradient."""
         meta = self._one_tensor
         if meta is None or meta.sharding is not None or type(value) is not torch.Tensor:
             return False
         return value.shape == meta.shape and value.dtype == meta.dtype and value.requires_grad == meta.wants_grad
 
     @cached_property
-    def _one_tensor(self) -> TensorForm | None:
+    def _one_tensor(self) -> TensorMetadata | None:
         return self.tensors[0] if self.tensors and self.structure == _ONE else None
 
     def build(self, tensors: Sequence[torch.Tensor]) -> Any:
@@ -123,26 +123,26 @@ class Form:
         if self._one_tensor is not None:
             return tensors[0]
         rest = iter(tensors)
-        leaves = [next(rest) if isinstance(leaf, TensorForm) else leaf.value for leaf in self.leaves]
+        leaves = [next(rest) if isinstance(leaf, TensorMetadata) else leaf.value for leaf in self.leaves]
         return unflatten(leaves, self.structure)
 
 
-def form_of(value: Any, expected: Form | None = None) -> tuple[Form, list[torch.Tensor]]:
-    """The form of a value, `known` itself where that is it, and the value's tensors."""
+def metadata_of(value: Any, expected: MessageMetadata | None = None) -> tuple[MessageMetadata, list[torch.Tensor]]:
+    """The metadata of a value, `expected` itself where that is it, and the value's tensors."""
     if expected is not None and expected.is_of(value):
         return expected, [value]
     if type(value) is torch.Tensor:
         # What nearly all stages return.
-        return Form(_ONE, (TensorForm(tuple(value.shape), value.dtype, value.requires_grad),)), [value]
+        return MessageMetadata(_ONE, (TensorMetadata(tuple(value.shape), value.dtype, value.requires_grad),)), [value]
     leaves, structure = flatten(value)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    return Form(structure, tuple(map(_leaf_form, leaves))), tensors
+    return MessageMetadata(structure, tuple(map(_leaf_metadata, leaves))), tensors
 
 
-def pack_form(form: Form) -> bytes:
+def pack_metadata(metadata: MessageMetadata) -> bytes:
     """Raises: ScheduleError for what cannot travel between ranks, which must be plain values and tensors."""
     try:
-        return pack([structure_text(form.structure), [_packed(leaf) for leaf in form.leaves]])
+        return pack([structure_text(metadata.structure), [_packed(leaf) for leaf in metadata.leaves]])
     except (ShapeError, NotImplementedError) as error:
         raise ScheduleError(
             "pipelining.step",
@@ -151,10 +151,10 @@ def pack_form(form: Form) -> bytes:
         ) from error
 
 
-def unpack_form(data: bytes) -> Form:
+def unpack_metadata(data: bytes) -> MessageMetadata:
     """The inverse."""
     text, leaves = unpack(data)
-    return Form(structure_from_text(text), tuple(map(_unpacked, leaves)))
+    return MessageMetadata(structure_from_text(text), tuple(map(_unpacked, leaves)))
 
 
 def part_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -166,52 +166,54 @@ def part_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
-def received(form: TensorForm, part: torch.Tensor, find_mesh: FindMesh) -> torch.Tensor:
+def received(metadata: TensorMetadata, part: torch.Tensor, find_mesh: FindMesh) -> torch.Tensor:
     """The tensor that a part which has come stands for: a leaf, which wants a gradient where the sender's does."""
-    if form.sharding is not None:
-        part = form.sharding.whole(part, find_mesh(form.sharding.axis_names), form.sharding.placements)
-    return part.detach().requires_grad_(form.wants_grad)
+    if metadata.sharding is not None:
+        part = metadata.sharding.whole(part, find_mesh(metadata.sharding.axis_names), metadata.sharding.placements)
+    return part.detach().requires_grad_(metadata.wants_grad)
 
 
-def gradient_part(form: TensorForm, grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+def gradient_part(metadata: TensorMetadata, grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     """The gradient of a received tensor as it travels back, as large as that; zeros for None."""
     if grad is None:
-        return torch.zeros(form.shape, dtype=form.dtype, device=like.device)
-    if form.sharding is not None and isinstance(grad, DTensor):
-        grad = grad.redistribute(placements=form.sharding.of_gradient)
+        return torch.zeros(metadata.shape, dtype=metadata.dtype, device=like.device)
+    if metadata.sharding is not None and isinstance(grad, DTensor):
+        grad = grad.redistribute(placements=metadata.sharding.of_gradient)
     return part_of(grad)
 
 
-def sent_gradient(form: TensorForm, part: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
-    """The gradient, whose part has come back, of what was returned in this form, on `mesh` if it was a DTensor."""
-    if form.sharding is None or mesh is None:
+def sent_gradient(metadata: TensorMetadata, part: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
+    """The gradient, whose part has come back, of what was returned, on `mesh` if that was a DTensor."""
+    if metadata.sharding is None or mesh is None:
         return part
-    return form.sharding.whole(part, mesh, form.sharding.of_gradient)
+    return metadata.sharding.whole(part, mesh, metadata.sharding.of_gradient)
 
 
-def _leaf_form(leaf: Any) -> TensorForm | Constant:
+def _leaf_metadata(leaf: Any) -> TensorMetadata | Constant:
     if not isinstance(leaf, torch.Tensor):
         return Constant(leaf)
     if not isinstance(leaf, DTensor):
-        return TensorForm(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
+        return TensorMetadata(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
     mesh = leaf.device_mesh
-    sharding = Sharding(
+    sharding = DTensorLayout(
         tuple(mesh.mesh_dim_names or ()), tuple(leaf.placements), tuple(leaf.shape), tuple(leaf.stride())
     )
-    return TensorForm(tuple(leaf._local_tensor.shape), leaf.dtype, leaf.requires_grad, sharding)
+    return TensorMetadata(tuple(leaf._local_tensor.shape), leaf.dtype, leaf.requires_grad, sharding)
 
 
-def _differ_in_grad_only(old: TensorForm | Constant, new: TensorForm | Constant) -> bool:
+def _differ_in_grad_only(old: TensorMetadata | Constant, new: TensorMetadata | Constant) -> bool:
     return (
-        isinstance(old, TensorForm) and isinstance(new, TensorForm) and replace(old, wants_grad=new.wants_grad) == new
+        isinstance(old, TensorMetadata)
+        and isinstance(new, TensorMetadata)
+        and replace(old, wants_grad=new.wants_grad) == new
     )
 
 
-def _leaf_text(leaf: TensorForm | Constant) -> str:
-    return str(leaf) if isinstance(leaf, TensorForm) else repr(leaf.value)
+def _leaf_text(leaf: TensorMetadata | Constant) -> str:
+    return str(leaf) if isinstance(leaf, TensorMetadata) else repr(leaf.value)
 
 
-def _packed(leaf: TensorForm | Constant) -> list[Any]:
+def _packed(leaf: TensorMetadata | Constant) -> list[Any]:
     if isinstance(leaf, Constant):
         return [leaf.value]
     sharding = leaf.sharding
@@ -224,18 +226,18 @@ def _packed(leaf: TensorForm | Constant) -> list[Any]:
     return [leaf.shape, leaf.dtype, leaf.wants_grad, cut]
 
 
-def _unpacked(packed: list[Any]) -> TensorForm | Constant:
+def _unpacked(packed: list[Any]) -> TensorMetadata | Constant:
     if len(packed) == 1:
         return Constant(packed[0])
     shape, dtype, wants_grad, cut = packed
     if cut is None:
-        return TensorForm(shape, dtype, wants_grad)
+        return TensorMetadata(shape, dtype, wants_grad)
     names, placements, whole, stride = cut
-    return TensorForm(
+    return TensorMetadata(
         shape,
         dtype,
         wants_grad,
-        Sharding(names, tuple(_KINDS[kind](*values) for kind, values in placements), whole, stride),
+        DTensorLayout(names, tuple(_KINDS[kind](*values) for kind, values in placements), whole, stride),
     )
 
 

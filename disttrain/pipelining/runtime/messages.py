@@ -21,7 +21,7 @@ _MAX_UNDER_WAY = 4
 """The number of messages to one peer that may be in progress; on the CPU the host then waits for the oldest one."""
 
 
-class Mail:
+class Messenger:
     """The messages of one rank of `group`. What is sent is kept until it has gone.
 
     Pipelines over one group share it, one after the other: groups cost connections, and on NCCL memory.
@@ -146,9 +146,9 @@ class Mail:
         return self.ways[0 if is_sender == (peer > self._group_rank) else 1]
 
 
-def mail_of(group: ProcessGroup, device: torch.device, names: Sequence[str]) -> Mail:
-    """The group's mail: the one there is where `names`, what each rank calls its own, are alike. Collective."""
-    if group.mail is None or not names[0] or any(name != names[0] for name in names):
-        group.mail = Mail(group, device)
-    mail: Mail = group.mail
-    return mail
+def messenger_of(group: ProcessGroup, device: torch.device, names: Sequence[str]) -> Messenger:
+    """The group's messenger: the one there is where `names`, what each rank calls its own, are alike. Collective."""
+    if group.messenger is None or not names[0] or any(name != names[0] for name in names):
+        group.messenger = Messenger(group, device)
+    messenger: Messenger = group.messenger
+    return messenger

@@ -1,4 +1,4 @@
-"""A pipeline whose ranks have agreed: its schedules, forms and messages, and how its ranks learn of a failure."""
+"""A pipeline whose ranks have agreed: its schedules, metadata and messages, and how its ranks learn of a failure."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from disttrain.errors import DisttrainError, ScheduleError, StoreError
 from disttrain.pipelining.passes.early_receives import place_receives_early
 from disttrain.pipelining.runtime.executor import Executor
 from disttrain.pipelining.runtime.in_flight import Batch
-from disttrain.pipelining.runtime.learning import Forms
+from disttrain.pipelining.runtime.learning import MetadataExchange
 from disttrain.pipelining.runtime.losses import Losses
-from disttrain.pipelining.runtime.messages import Mail
+from disttrain.pipelining.runtime.messages import Messenger
 from disttrain.pipelining.runtime.routes import Routes
 from disttrain.pipelining.schedule.action import SENDS
 from disttrain.pipelining.schedule.schedule import Schedule
@@ -43,7 +43,7 @@ class Running:
         schedule: Schedule,
         routes: Routes,
         lower: Callable[[Schedule], Schedule],
-        mail: Mail,
+        messenger: Messenger,
         name: str,
         device: torch.device,
         *,
@@ -62,11 +62,11 @@ class Running:
         self._lower = lower
         self._num_early = num_early
         self._uses_copy_engines = uses_copy_engines and device.type == "cuda"
-        self._mail = mail
-        self._executor = Executor(stages, routes, self._mail, device, fuses_sums=fuses_sums)
-        self._forms = {
-            is_training: Forms(
-                PrefixStore("forms" if is_training else "forward", self._store),
+        self._messenger = messenger
+        self._executor = Executor(stages, routes, self._messenger, device, fuses_sums=fuses_sums)
+        self._exchanges = {
+            is_training: MetadataExchange(
+                PrefixStore("metadata" if is_training else "forward", self._store),
                 group.timeout_s,
                 self._check,
                 is_dynamic=is_dynamic,
@@ -77,16 +77,16 @@ class Running:
     def run(self, batch: Batch, losses: Losses, *, is_training: bool) -> None:
         """One pass. Collective."""
         lowered = self._lowered.get(is_training) or self._prepare(is_training)
-        forms = self._forms[is_training]
-        is_first = forms.is_learning
-        self._executor.run(lowered, forms, batch, losses)
-        if is_first and is_training and self._uses_copy_engines and not forms.is_learning:
-            self._mail.open_channels(_pairs(lowered), max(2, slots_needed(lowered)))
+        exchange = self._exchanges[is_training]
+        is_first = exchange.is_learning
+        self._executor.run(lowered, exchange, batch, losses)
+        if is_first and is_training and self._uses_copy_engines and not exchange.is_learning:
+            self._messenger.open_channels(_pairs(lowered), max(2, slots_needed(lowered)))
 
     def fail(self, error: Exception) -> str:
         """This rank cannot go on, and the others learn it. Returns: why another rank had failed before, or ""."""
         first = tell_failure(self._group, self._name, error)
-        self._mail.give_up("pipelining.step", error)
+        self._messenger.give_up("pipelining.step", error)
         try:
             self._executor.forget_failed()
         except Exception as second:  # noqa: BLE001  whatever it is, the first error is the one to look at
@@ -101,7 +101,7 @@ class Running:
     def _prepare(self, is_training: bool) -> Schedule:
         lowered = self._lower(self._schedules[is_training])
         verify(lowered)
-        self._mail.connect(_pairs(lowered))
+        self._messenger.connect(_pairs(lowered))
         if self._num_early:
             # Each direction has a group of its own, and ranks agree about each alone.
             lowered = place_receives_early(lowered, self._num_early, by_direction=True)

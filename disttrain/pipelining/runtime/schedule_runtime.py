@@ -16,7 +16,7 @@ from disttrain.pipelining.model.layers import split_layers
 from disttrain.pipelining.passes.lower import lower
 from disttrain.pipelining.runtime.in_flight import Batch
 from disttrain.pipelining.runtime.losses import Losses
-from disttrain.pipelining.runtime.messages import mail_of
+from disttrain.pipelining.runtime.messages import messenger_of
 from disttrain.pipelining.runtime.refusing import refusing
 from disttrain.pipelining.runtime.routes import RankFacts, Routes, StageFacts, agree
 from disttrain.pipelining.runtime.running import Running, tell_failure
@@ -267,11 +267,11 @@ class PipelineSchedule:
             for each in self.stages.values()
         )
         gathered: list[Any] = [None] * self._group.group_size
-        mail_name = "" if self._group.mail is None else self._group.mail.name
+        messenger_name = "" if self._group.messenger is None else self._group.messenger.name
         rank_facts = RankFacts(facts, plan, find_problem(list(self.stages.values())))
-        all_gather_object(gathered, (rank_facts.packed(), uuid.uuid4().hex, mail_name), self._group)
+        all_gather_object(gathered, (rank_facts.packed(), uuid.uuid4().hex, messenger_name), self._group)
         routes = agree([RankFacts.unpacked(each) for each, _, _ in gathered], self.schedule.placement)
-        mail = mail_of(self._group, self._device, [name for _, _, name in gathered])
+        messenger = messenger_of(self._group, self._device, [name for _, _, name in gathered])
         name = gathered[0][1]
         try:
             self._running = Running(
@@ -280,7 +280,7 @@ class PipelineSchedule:
                 self.schedule,
                 routes,
                 self._lowering(routes),
-                mail,
+                messenger,
                 name,
                 self._device,
                 is_dynamic=self._is_dynamic,
@@ -290,7 +290,7 @@ class PipelineSchedule:
             )
         except Exception as error:
             tell_failure(self._group, name, error)
-            mail.give_up(_OPERATION, error)
+            messenger.give_up(_OPERATION, error)
             raise
         return self._running
 

@@ -53,16 +53,16 @@ _Cut = tuple[float, float, tuple[int, ...]]
 
 def _best_cut(best: Mapping[int, _Cut], end: int, cost: Callable[[int, int], float]) -> _Cut:
     """Returns the best way to cut the blocks before `end` into one stage more than in `best`."""
-    found: _Cut = (math.inf, math.inf, ())
+    best_yet: _Cut = (math.inf, math.inf, ())
     for first, (dearest, uneven, cuts) in best.items():
         if first >= end:
             break
         last = cost(first, end)
         costs = max(dearest, last), uneven + last**2
         # Cuts are compared where all else is equal, which is seldom.
-        if costs <= found[:2]:
-            found = min(found, (*costs, (*cuts, first)))
-    return found
+        if costs <= best_yet[:2]:
+            best_yet = min(best_yet, (*costs, (*cuts, first)))
+    return best_yet
 
 
 def check_boundaries(boundaries: Sequence[int], num_stages: int, num_blocks: int) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from disttrain.plan.model.parts import (
     schedule_of,
 )
 from disttrain.plan.sharding.step import step_of
-from disttrain.plan.sharding.transfers import Sharding
+from disttrain.plan.sharding.transfers import ModelSharding
 
 
 @dataclass(frozen=True)
@@ -98,14 +98,14 @@ def _plain(job: Job, choice: Choice) -> list[Memory]:
             when=stretch.when,
         )
 
-    return list(map(memory, step_of(Sharding.of(job, choice), choice, stages).stretches))
+    return list(map(memory, step_of(ModelSharding.of(job, choice), choice, stages).stretches))
 
 
 def _pipeline(job: Job, choice: Choice) -> Iterator[Memory]:
     """With one: a rank's stages are unsharded from its first computation to its last, with the sums of their gradients.
     In the end all reductions are under way at once."""
     assert choice.schedule is not None
-    kept_bytes, sharding = kept_of(job, choice), Sharding.of(job, choice)
+    kept_bytes, sharding = kept_of(job, choice), ModelSharding.of(job, choice)
     fewer = fewer_microbatches(choice.schedule, choice.mesh.pp, choice.num_microbatches)
     num_blocks = tuple(stage.num_blocks for stage in parts_of(job, choice))
     moments = profiles(choice.pipeline, fewer, num_blocks)

@@ -53,8 +53,8 @@ def _written_out(text: str) -> tuple[dict[str, Any], str]:
         name, _, value = part.strip().partition("=")
         if name not in _WEIGHTLESS.union(*_SPELLINGS.values(), *EXPERT_SPELLINGS.values()):
             problem = f"{text!r} has {name!r}, which is no size."
-            known = ", ".join(spellings[0] for spellings in (_SPELLINGS | EXPERT_SPELLINGS).values())
-            raise SettingError(_OPERATION, problem, f"Sizes are {known}.")
+            sizes = ", ".join(spellings[0] for spellings in (_SPELLINGS | EXPERT_SPELLINGS).values())
+            raise SettingError(_OPERATION, problem, f"Sizes are {sizes}.")
         table[name] = int(value) if value.isdecimal() else {"true": True, "false": False}.get(value.lower(), value)
     return table, repr(text)
 

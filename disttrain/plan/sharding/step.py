@@ -15,7 +15,7 @@ from disttrain.fsdp2.machine.group import Buckets, Bundle, Group
 from disttrain.fsdp2.machine.unit import Unit, joined
 from disttrain.plan.job import Choice
 from disttrain.plan.model.parts import StageParts, parameters_of_block, parameters_of_experts, parameters_outside
-from disttrain.plan.sharding.transfers import Sharding, Transfers, transfers_of
+from disttrain.plan.sharding.transfers import ModelSharding, Transfers, transfers_of
 
 Key = TypeVar("Key")
 
@@ -42,7 +42,7 @@ class Step:
         return total
 
 
-def step_of(sharding: Sharding, choice: Choice, stages: tuple[StageParts, ...]) -> Step:
+def step_of(sharding: ModelSharding, choice: Choice, stages: tuple[StageParts, ...]) -> Step:
     """The step of a rank that holds these stages of a pipeline, or without one the whole model."""
     if choice.schedule is None:
         # The first one finds no gradients, the next one some; where only the last one reduces, that is a third kind.
@@ -52,7 +52,7 @@ def step_of(sharding: Sharding, choice: Choice, stages: tuple[StageParts, ...]) 
 
 
 @cache
-def _in_turn(sharding: Sharding, stages: tuple[StageParts, ...]) -> Step:
+def _in_turn(sharding: ModelSharding, stages: tuple[StageParts, ...]) -> Step:
     """A schedule's step. Each stage of the rank has a machine of its own, and the last one reduces first."""
     steps = [_step(sharding, stage, 0, reduces_each=False) for stage in reversed(stages)]
     if len(steps) == 1:
@@ -79,7 +79,7 @@ def _sum(counters: Iterable[Counter[Key]]) -> Counter[Key]:
 
 
 @cache
-def _step(sharding: Sharding, stage: StageParts, num_microbatches: int, *, reduces_each: bool) -> Step:
+def _step(sharding: ModelSharding, stage: StageParts, num_microbatches: int, *, reduces_each: bool) -> Step:
     """`num_microbatches` is 0 where a schedule decides.
 
     Among alike blocks everything grows or shrinks in a straight line. So two models of few blocks tell all of one with
@@ -105,7 +105,7 @@ def _step(sharding: Sharding, stage: StageParts, num_microbatches: int, *, reduc
 
 
 @cache
-def _rehearsed(sharding: Sharding, stage: StageParts, num_microbatches: int, *, reduces_each: bool) -> Step:
+def _rehearsed(sharding: ModelSharding, stage: StageParts, num_microbatches: int, *, reduces_each: bool) -> Step:
     model = _Model(sharding, stage, has_buckets=num_microbatches > 0)
     rehearsal = Rehearsal(model.root, model.bundles, has_streams=True)
     if num_microbatches:
@@ -146,7 +146,7 @@ def _counts_line(few: Mapping[Key, int], more: Mapping[Key, int], num_more: int)
 class _Model:
     """The blocks of a stage, and what is in no block, as sizes."""
 
-    def __init__(self, sharding: Sharding, stage: StageParts, *, has_buckets: bool) -> None:
+    def __init__(self, sharding: ModelSharding, stage: StageParts, *, has_buckets: bool) -> None:
         self.sharding = sharding
         self.bundles: list[Bundle] = []
         self.root = self._stage(stage, has_buckets=has_buckets)

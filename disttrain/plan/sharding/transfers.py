@@ -20,7 +20,7 @@ Form = tuple[bool, ...]
 
 
 @dataclass(frozen=True)
-class Sharding:
+class ModelSharding:
     """All that decides how `fully_shard` treats a model: its sizes, the ranks that share its parameters, and what a
     gather over these ranks costs; None where they are on one node. Of experts, of which each rank along ep has its own,
     `num_expert_shards` are the ranks that share one."""
@@ -37,7 +37,7 @@ class Sharding:
     expert_cost: TransferCost | None = None
 
     @classmethod
-    def of(cls, job: Job, choice: Choice) -> Sharding:
+    def of(cls, job: Job, choice: Choice) -> ModelSharding:
         mesh = choice.mesh
         shard_cost, replica_cost, expert_cost = (
             _cost_over(job, choice, axis) for axis in (mesh.shards, "replicate", mesh.expert_shards)
@@ -84,7 +84,7 @@ class Transfers:
 
 
 @cache
-def transfers_of(sharding: Sharding, stage: StageParts) -> Transfers:
+def transfers_of(sharding: ModelSharding, stage: StageParts) -> Transfers:
     """Plans the transfers of a stage, of which a rank of tensor parallel has its part."""
     sizes, precision, costs = sharding.sizes, sharding.precision, (sharding.shard_cost, sharding.replica_cost)
     children, outside = parameters_outside(sizes, sharding.tp, stage)

@@ -21,7 +21,7 @@ from disttrain.plan.job import Choice, Job
 from disttrain.plan.model.activations import kept_of
 from disttrain.plan.model.parts import StageParts, parts_of, parts_of_ranks, tied_elements
 from disttrain.plan.sharding.step import step_of
-from disttrain.plan.sharding.transfers import Sharding, transfers_of
+from disttrain.plan.sharding.transfers import ModelSharding, transfers_of
 from disttrain.plan.time.context import keys_of
 from disttrain.plan.time.exchange import both_ways
 from disttrain.plan.time.links import link_of
@@ -87,7 +87,7 @@ def traffic_of(job: Job, choice: Choice) -> tuple[Traffic, ...]:
 
 def _of_shards(job: Job, choice: Choice) -> list[Traffic]:
     """Counts the messages of `fully_shard` along its axes, on the rank that sends most in gathers and reductions."""
-    sharding, of_ranks, mesh = Sharding.of(job, choice), parts_of_ranks(job, choice), choice.mesh
+    sharding, of_ranks, mesh = ModelSharding.of(job, choice), parts_of_ranks(job, choice), choice.mesh
     steps = [
         step_of(sharding, choice, stages).messages_of(choice.num_microbatches) for stages in dict.fromkeys(of_ranks)
     ]

@@ -69,7 +69,7 @@ class Fabric:
         self._running = set(range(world_size))
         self._waiting: dict[int, FabricOperation] = {}
         self._open: dict[Hashable, FabricOperation] = {}
-        self._mail: dict[Hashable, list[Envelope]] = {}
+        self._envelopes: dict[Hashable, list[Envelope]] = {}
 
     def join(
         self, key: Hashable, title: str, size: int, member: int, payload: Payload, combine: Combine[Payload]
@@ -88,7 +88,7 @@ class Fabric:
     def exchange(self, box: Hashable, title: str, envelope: Envelope) -> FabricOperation:
         """Sender or receiver of a message comes; it takes the first of the other kind in `box` that suits it."""
         with self._changed:
-            waiting = self._mail.setdefault(box, [])
+            waiting = self._envelopes.setdefault(box, [])
             for other in waiting:
                 if other.is_sending != envelope.is_sending and other.suits(envelope):
                     waiting.remove(other)
@@ -154,8 +154,9 @@ class Fabric:
                 )
             )
         self._open = {key: operation for key, operation in self._open.items() if not operation.is_over}
-        self._mail = {
-            box: [mail for mail in waiting if not mail.operation.is_over] for box, waiting in self._mail.items()
+        self._envelopes = {
+            box: [envelope for envelope in waiting if not envelope.operation.is_over]
+            for box, waiting in self._envelopes.items()
         }
         self._changed.notify_all()
 

@@ -171,11 +171,11 @@ def _check_set(needed: Sequence[Setting[Any]], environ: Mapping[str, str] | None
     missing = [setting.name for setting in needed if not setting.is_set(environ)]
     if not missing:
         return
-    known = [setting.name for setting in alone.OF_A_JOB if setting.is_set(environ)]
-    besides = f", but {' and '.join(known)} {'is' if len(known) == 1 else 'are'}" if known else ""
+    present = [setting.name for setting in alone.OF_A_JOB if setting.is_set(environ)]
+    besides = f", but {' and '.join(present)} {'is' if len(present) == 1 else 'are'}" if present else ""
     problem = f"in the environment {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set{besides}."
     remedy = "Start the script with disttrain-launch, or give rank, world_size and init_method='tcp://host:port'."
-    unset = f" For one process by itself, unset {' and '.join(known)}." if known else ""
+    unset = f" For one process by itself, unset {' and '.join(present)}." if present else ""
     raise RendezvousError(_OPERATION, problem, remedy + unset)
 
 

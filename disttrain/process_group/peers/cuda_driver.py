@@ -1,4 +1,4 @@
-"""The one door to CUDA's driver, for what torch has no call for: streams that wait for a number, and write one.
+"""The only file that calls CUDA's driver, for what torch lacks: streams that wait for a number, and write one.
 
 CUDA driver API, "Stream Memory Operations": no kernel runs, so no core is taken while a stream waits.
 """

@@ -178,8 +178,8 @@ class _Meeting:
         """
         said = ask_members(self.group, self._begun + 1, absent) if absent else {}
         calls = {rank: answer["call"] for rank, answer in said.items() if answer["call"] is not None}
-        own = self._calls[0] if self._calls else None
-        if calls and (own is None or mismatch({self.group.world.rank: own, **calls})):
+        first_call = self._calls[0] if self._calls else None
+        if calls and (first_call is None or mismatch({self.group.world.rank: first_call, **calls})):
             problem = find_difference({self.group.world.rank: self._calls[:1], **{r: [c] for r, c in calls.items()}})
             error = CollectiveMismatchError(
                 OPERATION, f"a rank runs another step than was recorded: {problem}.", _REMEDY

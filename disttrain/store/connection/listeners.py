@@ -48,7 +48,7 @@ class SharedChannel:
     def join(self, connect: Callable[[], Channel]) -> Listener:
         """One more listener; `connect` opens the connection, where there is none that is of use."""
         with self._lock:
-            channel = next((one.channel for one in self._listeners if not one.channel.is_broken), None)
+            channel = next((each.channel for each in self._listeners if not each.channel.is_broken), None)
             listener = Listener(self, connect() if channel is None else channel)
             self._listeners.append(listener)
             return listener

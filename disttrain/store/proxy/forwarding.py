@@ -242,7 +242,7 @@ class Forwarding:
         # Those of another proxy, which waits for this word, too.
         others = [request for request in sent.requests if request.op == Op.BARRIER_EACH]
         counted = [COUNTED, int(Status.OK)]
-        return [(one.connection, [*counted, one.request_id]) for one in others if one.connection is not None]
+        return [(each.connection, [*counted, each.request_id]) for each in others if each.connection is not None]
 
     def _answer(self, sent: Sent, status: int, value: Any) -> list[Outgoing]:
         self._over(sent)
@@ -254,8 +254,8 @@ class Forwarding:
         is_each = sent.body[0] == Op.ADD_EACH and sent.key is not None and status == Status.OK
         values = value if is_each else [value] * len(sent.requests)
         replies = []
-        for request, own in zip(sent.requests, values, strict=True):
-            reply = [request.request_id, status, own]
+        for request, result in zip(sent.requests, values, strict=True):
+            reply = [request.request_id, status, result]
             if request.connection is not None:
                 self._under_way[request.connection].pop(request.request_id, None)
                 replies.append((request.connection, reply))

@@ -58,7 +58,7 @@ class _Columns(torch.autograd.Function):
             torch.ops.disttrain.gather_and_multiply,
             part, list(weights), list(biases), out_dims, dim, group_name, wish,
         )  # fmt: skip
-        ctx.out_dims, ctx.place = out_dims, (dim, group_name, wish)
+        ctx.out_dims, ctx.transfer = out_dims, (dim, group_name, wish)
         ctx.has_bias = [bias is not None for bias in biases]
         ctx.save_for_backward(whole, *weights)
         ctx.set_materialize_grads(False)
@@ -73,7 +73,7 @@ class _Columns(torch.autograd.Function):
             for grad, weight, out_dim in zip(grads[1:], weights, ctx.out_dims, strict=True)
         ]
         part_grad, *weight_grads = run(
-            torch.ops.disttrain.multiply_back, grads[0], whole, flat, weights, ctx.out_dims, *ctx.place
+            torch.ops.disttrain.multiply_back, grads[0], whole, flat, weights, ctx.out_dims, *ctx.transfer
         )
         bias_grads = [grad.sum(0) if has else None for grad, has in zip(flat, ctx.has_bias, strict=True)]
         return part_grad, None, None, None, None, *weight_grads, *bias_grads
@@ -85,7 +85,7 @@ class _Row(torch.autograd.Function):
         ctx: Any, part: torch.Tensor, weight: torch.Tensor, out_dim: int, dim: int, group_name: str, wish: int
     ) -> torch.Tensor:
         (result,) = run(torch.ops.disttrain.multiply_and_scatter, part, weight, out_dim, dim, group_name, wish)
-        ctx.out_dim, ctx.place = out_dim, (dim, group_name, wish)
+        ctx.out_dim, ctx.transfer = out_dim, (dim, group_name, wish)
         ctx.save_for_backward(part, weight)
         return result
 
@@ -94,7 +94,7 @@ class _Row(torch.autograd.Function):
         refuse_second_derivative("RowwiseParallel")
         part, weight = ctx.saved_tensors
         whole, part_grad = run(
-            torch.ops.disttrain.gather_and_multiply, grads[0], [weight], [None], [1 - ctx.out_dim], *ctx.place
+            torch.ops.disttrain.gather_and_multiply, grads[0], [weight], [None], [1 - ctx.out_dim], *ctx.transfer
         )
         weight_grad = Matrix(ctx.out_dim).weight_grad(whole.flatten(0, -2), part.flatten(0, -2))
         return part_grad, weight_grad, None, None, None, None

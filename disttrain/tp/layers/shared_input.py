@@ -32,9 +32,9 @@ class Sharing:
     What the layers have made of the input waits here until each is called with it, or the module has returned.
     """
 
-    def __init__(self, axis: Axis, given: Shard, names: Sequence[str] | None) -> None:
-        """`given`: how a plain input lies; `names` of the layers, default all linear ones among the children."""
-        self.axis, self.given, self.names = axis, given, names
+    def __init__(self, axis: Axis, layout: Shard, names: Sequence[str] | None) -> None:
+        """`layout`: how a plain input lies; `names` of the layers, default all linear ones among the children."""
+        self.axis, self.layout, self.names = axis, layout, names
         self._plans: dict[Any, Columns | None] = {}
         self._layers: list[ColumnLinear] | None = None
         self._whole: torch.Tensor | None = None
@@ -109,10 +109,10 @@ class Sharing:
     def _in_graph(
         self, x: torch.Tensor, states: Sequence[ColumnLayer], parameters: Sequence[torch.Tensor | None]
     ) -> Sequence[torch.Tensor] | None:
-        dim = dim_in_graph(x, self.given, self.axis)
+        dim = dim_in_graph(x, self.layout, self.axis)
         if dim is None:
             return None
-        part = redistributed_part(x, self.given, self.axis)
+        part = redistributed_part(x, self.layout, self.axis)
         whole, *parts = ColumnLayer.in_graph(part, dim, states, parameters[::2], parameters[1::2])
         results = [
             state.given_from_part(made, state.num_outputs(weight)) if weight is not None else made
@@ -153,7 +153,7 @@ class Sharing:
     ) -> Columns | None:
         spec = spec_on(self.axis, x)
         overlap = next((state.overlap for state in states if state.overlap is not None), None)
-        cutting = cutting_of(x, self.given if spec is None else spec.placements[0], self.axis, overlap)
+        cutting = cutting_of(x, self.layout if spec is None else spec.placements[0], self.axis, overlap)
         if cutting is None:
             return None
         shape = list(x.shape)

@@ -70,13 +70,13 @@ def _fits(nnodes: str, num_nodes: int) -> bool:
     return int(least) <= num_nodes <= int(most or least)
 
 
-def _flags_of(membership: Membership, given: Collection[str]) -> dict[str, str | int | None]:
+def _flags_of(membership: Membership, flags: Collection[str]) -> dict[str, str | int | None]:
     where = {"master_addr": membership.master_addr, "master_port": membership.master_port}
     return {
         "nnodes": None if membership.num_nodes is None else str(membership.num_nodes),
         "node_rank": membership.node_rank,
         "rdzv_id": membership.run_id,
-        **({} if "rdzv_endpoint" in given else where),
+        **({} if "rdzv_endpoint" in flags else where),
     }
 
 

@@ -124,18 +124,18 @@ class Chronicle:
         if first.num_restarts > self._state.num_restarts:
             limit = self._state.max_restarts
             records.append(self._record("restart", restart=first.num_restarts, max_restarts=limit))
-        self._state = replace(self._state, round=first.place.round, num_restarts=first.num_restarts)
+        self._state = replace(self._state, round=first.assignment.round, num_restarts=first.num_restarts)
         for agent, node in self._nodes.items():
-            group_rank = runs[agent].place.group_rank if agent in runs else None
+            group_rank = runs[agent].assignment.group_rank if agent in runs else None
             self._nodes[agent] = replace(node, group_rank=group_rank)
         nodes = [
             {
-                "group_rank": run.place.group_rank,
+                "group_rank": run.assignment.group_rank,
                 "host": self._nodes[agent].host,
-                "first_rank": run.place.first_rank,
+                "first_rank": run.assignment.first_rank,
                 "workers": self._nodes[agent].num_workers,
             }
-            for agent, run in sorted(runs.items(), key=lambda item: item[1].place.group_rank)
+            for agent, run in sorted(runs.items(), key=lambda item: item[1].assignment.group_rank)
         ]
-        size = first.place.world_size
-        return [*records, self._record("round_formed", round=first.place.round, world_size=size, nodes=nodes)]
+        size = first.assignment.world_size
+        return [*records, self._record("round_formed", round=first.assignment.round, world_size=size, nodes=nodes)]

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from disttrain_launch.rendezvous.rounds import Node, Place
+from disttrain_launch.rendezvous.rounds import Assignment, Node
 from disttrain_launch.workers.outcome import Changed, Failed, Interrupted, Lost, Outcome, Requeued, Succeeded
 
 
@@ -69,7 +69,7 @@ Report = Came | Ended | Stopped | Heard | Happened
 class Run:
     """To a node: start your workers."""
 
-    place: Place
+    assignment: Assignment
     num_restarts: int
     torch_port: int = 0
     """On node 0; the shell puts it in."""
@@ -116,7 +116,7 @@ _KINDS: dict[str, type] = {
     kind.__name__: kind
     for kind in (
         *(Came, Ended, Stopped, Heard, Happened, Formed, Run, Wait, Stop, Done, Refused),
-        *(Succeeded, Failed, Interrupted, Requeued, Changed, Lost, Node, Place),
+        *(Succeeded, Failed, Interrupted, Requeued, Changed, Lost, Node, Assignment),
     )
 }
 

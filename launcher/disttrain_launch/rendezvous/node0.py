@@ -227,7 +227,7 @@ class Leader:
                     # Each round gets another: what is left of the last one may still hold the old.
                     if not torch_port:
                         torch_port = free_port()
-                        self._begun(run.place.round, self._machine.everyone)
+                        self._begun(run.assignment.round, self._machine.everyone)
                     words[f"word/{agent}"] = replace(run, torch_port=torch_port, torch_addr=self._torch_addr)
                 case Tell(agent, word):
                     words[f"word/{agent}"] = word

@@ -39,7 +39,7 @@ def absent_text(taken: Collection[int], num_here: int, num_needed: int, terms: T
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenNodes:
     """A round's members, those who wait, and the members' group ranks by agent."""
 
     members: list[Peer]
@@ -47,7 +47,7 @@ class Choice:
     group_ranks: dict[str, int]
 
 
-def choose(peers: Iterable[Peer], leader: Node, max_nodes: int) -> Choice:
+def choose(peers: Iterable[Peer], leader: Node, max_nodes: int) -> ChosenNodes:
     """Chooses members of the last round first, then those who came first, by node rank where they have one."""
     order = sorted(
         peers,
@@ -62,7 +62,7 @@ def choose(peers: Iterable[Peer], leader: Node, max_nodes: int) -> Choice:
     new.sort(key=lambda peer: (peer.node.node_rank is None, peer.node.node_rank or 0))
     old = [(peer.node.agent, peer.group_rank) for peer in members[1:] if peer.group_rank is not None]
     wishes = [(leader.agent, 0), *old, *((peer.node.agent, peer.node.node_rank) for peer in new)]
-    return Choice(members, order[max_nodes:], choose_group_ranks(wishes))
+    return ChosenNodes(members, order[max_nodes:], choose_group_ranks(wishes))
 
 
 def choose_group_ranks(wishes: Sequence[tuple[str, int | None]]) -> dict[str, int]:

@@ -14,7 +14,7 @@ from disttrain_launch.output.failure.report import ending
 from disttrain_launch.rendezvous.link import JobLink
 from disttrain_launch.rendezvous.messages import Done, Refused, Run, Stop, Wait, Word
 from disttrain_launch.rendezvous.node0 import SAY_EVERY_S, Say
-from disttrain_launch.rendezvous.rounds import Place
+from disttrain_launch.rendezvous.rounds import Assignment
 from disttrain_launch.request.job import OPERATION, JobSpec
 from disttrain_launch.workers.agent import Agent
 from disttrain_launch.workers.outcome import Changed, Failed, Lost, Outcome, Succeeded
@@ -35,22 +35,22 @@ def take_part(
     """
     num_heard = 0
     last: Outcome | None = None
-    last_place: Place | None = None
+    last_assignment: Assignment | None = None
     while True:
         signals.interrupts = True
         num_heard, word = _next_word(link, num_heard, say)
         match word:
-            case Run(place):
-                if place.round > 0:
+            case Run(assignment):
+                if assignment.round > 0:
                     _say_round(spec, agent, last, word)
-                if isinstance(last, Failed) and place.group_rank == 0:
+                if isinstance(last, Failed) and assignment.group_rank == 0:
                     agent.explanations.begin(partial(explain, agent.round, last))
-                last, last_place = _run(agent, link, word), place
+                last, last_assignment = _run(agent, link, word), assignment
             case Stop(round, cause):
                 # Perhaps it came before the workers were started, or after they had ended: for another cause, then.
                 if round == agent.round and isinstance(last, Succeeded) and isinstance(cause, Failed):
                     # Others may have waited for what ended here.
-                    _send_dumps(agent.dump_folder, last_place, link)
+                    _send_dumps(agent.dump_folder, last_assignment, link)
                 link.stopped(round)
                 last = cause if round == agent.round else last
             case Wait(reason):
@@ -65,23 +65,23 @@ def _run(agent: Agent, link: JobLink, word: Run) -> Outcome:
     try:
         outcome = agent.run(word)
     except (DisttrainError, OSError) as error:
-        link.ended(agent.round, Lost(f"node {word.place.group_rank} could not start its workers: {error}"))
+        link.ended(agent.round, Lost(f"node {word.assignment.group_rank} could not start its workers: {error}"))
         link.stopped(agent.round)
         raise
     if isinstance(outcome, Failed):
-        _send_dumps(agent.dump_folder, word.place, link)
+        _send_dumps(agent.dump_folder, word.assignment, link)
     link.stopped(agent.round)
     return outcome
 
 
-def _send_dumps(folder: Path, place: Place | None, link: JobLink) -> None:
+def _send_dumps(folder: Path, assignment: Assignment | None, link: JobLink) -> None:
     """Have node 0 get what workers of a round dumped here, unless this is node 0."""
-    if place is None or place.group_rank == 0 or not folder.is_dir():
+    if assignment is None or assignment.group_rank == 0 or not folder.is_dir():
         return
     from disttrain_launch.output.failure.dump_exchange import pack  # only a job that fails needs it
 
     try:
-        link.send_dumps(place.round, pack(folder, place.num_nodes))
+        link.send_dumps(assignment.round, pack(folder, assignment.num_nodes))
     except OSError as problem:
         print(f"{OPERATION}: flight recorder: dumps cannot be sent to node 0: {problem}", file=sys.stderr)
 
@@ -106,15 +106,15 @@ def _next_word(link: JobLink, num_heard: int, say: Say) -> tuple[int, Word]:
 
 def _say_round(spec: JobSpec, agent: Agent, last: Outcome | None, run: Run) -> None:
     """Tells the end of the last round, and this node's part in the next."""
-    place = run.place
-    is_told_elsewhere, text = place.group_rank > 0, ""
+    assignment = run.assignment
+    is_told_elsewhere, text = assignment.group_rank > 0, ""
     if last is not None:
         text = fates(last, agent.output, agent.stopped_ranks, is_told_elsewhere=is_told_elsewhere)
         if isinstance(last, Changed):
-            text += f"{OPERATION}: round {place.round - 1} ended: {last.change}.\n"
+            text += f"{OPERATION}: round {assignment.round - 1} ended: {last.change}.\n"
         else:
             text += ending(last, spec, is_told_elsewhere=is_told_elsewhere)
-    nodes = f"{place.num_nodes} node{'s' if place.num_nodes > 1 else ''}"
-    workers = f"{place.world_size} worker{'s' if place.world_size > 1 else ''}"
+    nodes = f"{assignment.num_nodes} node{'s' if assignment.num_nodes > 1 else ''}"
+    workers = f"{assignment.world_size} worker{'s' if assignment.world_size > 1 else ''}"
     restarts = f"; restart {run.num_restarts} of {spec.max_restarts}" if run.num_restarts else ""
-    agent.output.mention(f"{text}{OPERATION}: round {place.round} begins: {nodes}, {workers}{restarts}\n")
+    agent.output.mention(f"{text}{OPERATION}: round {assignment.round} begins: {nodes}, {workers}{restarts}\n")

@@ -69,7 +69,7 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class Place:
+class Assignment:
     """A node's ranks in a round."""
 
     round: int
@@ -79,15 +79,17 @@ class Place:
     world_size: int
 
 
-def place_nodes(round: int, group_ranks: Mapping[str, int], num_local_workers: Mapping[str, int]) -> dict[str, Place]:
+def assign_ranks(
+    round: int, group_ranks: Mapping[str, int], num_local_workers: Mapping[str, int]
+) -> dict[str, Assignment]:
     """Numbers the ranks of each agent, one after another in the order of group ranks, however many each node has."""
     world_size = sum(num_local_workers[agent] for agent in group_ranks)
-    places = {}
+    assignments = {}
     first_rank = 0
     for agent, group_rank in sorted(group_ranks.items(), key=lambda item: item[1]):
-        places[agent] = Place(round, group_rank, first_rank, len(group_ranks), world_size)
+        assignments[agent] = Assignment(round, group_rank, first_rank, len(group_ranks), world_size)
         first_rank += num_local_workers[agent]
-    return places
+    return assignments
 
 
 def name_nodes(node_ranks: tuple[int, ...], max_shown: int = 8) -> str:

@@ -1,7 +1,7 @@
 """The rendezvous' state machine, by which nodes become a job: events in, commands out, no I/O and no clock.
 
 Node 0 runs one `Rendezvous` for the whole job and decides alone, so that no two nodes can think differently. Nodes
-gather; when enough have come, each is told its place in a numbered round. A round ends for all of its nodes alike: when
+gather; when enough have come, each is told its ranks in a numbered round. A round ends for all of its nodes alike: when
 a worker fails, a node is lost or leaves, or others want to join. Only when every node has stopped its workers, or is
 lost, it is decided what follows: another round, or the end.
 
@@ -32,7 +32,7 @@ from disttrain_launch.rendezvous.node_numbers import Peer, absent_text, busy_tex
 from disttrain_launch.rendezvous.pending import Held
 from disttrain_launch.rendezvous.refusals import given_up, misfit, taken_twice, too_few, too_late, uneven
 from disttrain_launch.rendezvous.restarts import Again, GiveUp, Restarts
-from disttrain_launch.rendezvous.rounds import Node, Phase, Terms, place_nodes
+from disttrain_launch.rendezvous.rounds import Node, Phase, Terms, assign_ranks
 from disttrain_launch.workers.outcome import Changed, Failed, Interrupted, Lost, Outcome, Requeued, Succeeded, outweighs
 
 
@@ -326,17 +326,17 @@ class Rendezvous:
         self._round += 1
         self.phase, self._last_call_s = Phase.RUNNING, None
         self._cause, self._is_change, self._has_success = None, False, False
-        choice = choose(self._peers.values(), self._leader, self.terms.max_nodes)
-        workers = {peer.node.agent: peer.node.num_local_workers for peer in choice.members}
-        places = place_nodes(self._round, choice.group_ranks, workers)
-        self._members = set(places)
-        self._commands.append(Formed(self._round, self._restarts.num_restarts, list(places)))
-        self._num_busy = len(choice.members)
-        for peer in choice.members:
+        chosen = choose(self._peers.values(), self._leader, self.terms.max_nodes)
+        workers = {peer.node.agent: peer.node.num_local_workers for peer in chosen.members}
+        assignments = assign_ranks(self._round, chosen.group_ranks, workers)
+        self._members = set(assignments)
+        self._commands.append(Formed(self._round, self._restarts.num_restarts, list(assignments)))
+        self._num_busy = len(chosen.members)
+        for peer in chosen.members:
             agent = peer.node.agent
-            peer.group_rank, peer.is_busy = choice.group_ranks[agent], True
-            self._tell(agent, Run(places[agent], self._restarts.num_restarts))
-        for peer in choice.spares:
+            peer.group_rank, peer.is_busy = chosen.group_ranks[agent], True
+            self._tell(agent, Run(assignments[agent], self._restarts.num_restarts))
+        for peer in chosen.spares:
             peer.group_rank = None
             self._tell(peer.node.agent, Wait(f"as a spare: the job has its {self.terms.max_nodes} nodes"))
 

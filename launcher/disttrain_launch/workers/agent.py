@@ -108,8 +108,8 @@ class Agent:
 
         Raises LaunchError when they cannot be started.
         """
-        self.round = run.place.round
-        self._group_rank = run.place.group_rank
+        self.round = run.assignment.round
+        self._group_rank = run.assignment.group_rank
         self._workers, self._ended_well = {}, set()
         self._running: set[int] = set()
         self._board.begin(self.round)
@@ -175,7 +175,9 @@ class Agent:
         inherited[settings.FLIGHT_DIR.name] = str(self.dump_folder)
         environ = worker_environment(inherited, self._spec, run, self._meeting, self._name, local_rank)
         with inherited_by_children(self._bindings[local_rank]):
-            worker = Worker(self._spec.command, environ, rank=run.place.first_rank + local_rank, local_rank=local_rank)
+            worker = Worker(
+                self._spec.command, environ, rank=run.assignment.first_rank + local_rank, local_rank=local_rank
+            )
         self._workers[local_rank] = worker
         self._running.add(local_rank)
         self._warden.started(worker.pid)

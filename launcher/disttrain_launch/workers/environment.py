@@ -55,17 +55,17 @@ def worker_environment(
     inherited: Mapping[str, str], spec: JobSpec, run: Run, meeting: Meeting, agent: str, local_rank: int
 ) -> dict[str, str]:
     """The whole environment of the worker with this `local_rank`."""
-    place = run.place
+    assignment = run.assignment
     variables = {
-        "RANK": place.first_rank + local_rank,
+        "RANK": assignment.first_rank + local_rank,
         "LOCAL_RANK": local_rank,
-        "GROUP_RANK": place.group_rank,
-        "ROLE_RANK": place.first_rank + local_rank,
+        "GROUP_RANK": assignment.group_rank,
+        "ROLE_RANK": assignment.first_rank + local_rank,
         "ROLE_NAME": spec.role,
-        "WORLD_SIZE": place.world_size,
+        "WORLD_SIZE": assignment.world_size,
         "LOCAL_WORLD_SIZE": spec.num_local_workers,
-        "GROUP_WORLD_SIZE": place.num_nodes,
-        "ROLE_WORLD_SIZE": place.world_size,
+        "GROUP_WORLD_SIZE": assignment.num_nodes,
+        "ROLE_WORLD_SIZE": assignment.world_size,
         "MASTER_ADDR": run.torch_addr or meeting.torch_addr,
         "MASTER_PORT": run.torch_port,
         "TORCHELASTIC_RESTART_COUNT": run.num_restarts,
@@ -74,7 +74,7 @@ def worker_environment(
         # The agent's store speaks disttrain's protocol; torch's own client could not talk to it.
         "TORCHELASTIC_USE_AGENT_STORE": False,
         settings.STORE.name: meeting.endpoints,
-        settings.ROUND.name: place.round,
+        settings.ROUND.name: assignment.round,
         settings.AGENT.name: agent,
     }
     environ = {**inherited, **{name: str(value) for name, value in variables.items()}}

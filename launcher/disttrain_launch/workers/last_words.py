@@ -92,6 +92,6 @@ def _message(lines: list[str]) -> list[str]:
         if _FATAL.match(lines[index]) and not any(map(_TERMINATED.match, lines[:index])):
             return [lines[index]]
         if _TRACEBACK.match(lines[index]):
-            begins = next((place for place, line in enumerate(after) if line.strip() and not line[0].isspace()), None)
+            begins = next((offset for offset, line in enumerate(after) if line.strip() and not line[0].isspace()), None)
             return [] if begins is None else after[begins : begins + _MAX_MESSAGE_LINES]
     return []

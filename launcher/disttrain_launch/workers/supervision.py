@@ -163,7 +163,9 @@ class Supervision:
         is_first = len(self._alive) == self._num_workers
         self._alive -= local_ranks
         # Who was about to end with an error of its own, and was too slow, has said so.
-        cause = self._cause_of([one for one in failures if -one.returncode not in self._sent or one.summary])
+        cause = self._cause_of(
+            [failure for failure in failures if -failure.returncode not in self._sent or failure.summary]
+        )
         if cause is not None and not self.is_stopping:
             return self._tell(cause) + self._end_if_over()
         if not self._alive and not self.is_stopping:
@@ -183,7 +185,7 @@ class Supervision:
         if left is not None:
             return Requeued(left, self._node_rank, self._host)
         # One killed by a signal is likelier: peers fail with exit codes.
-        order = {(one.is_consequence, one.returncode >= 0, one.rank): one for one in failures}
+        order = {(failure.is_consequence, failure.returncode >= 0, failure.rank): failure for failure in failures}
         return order[min(order)] if order else None
 
     def _signal_came(self, number: int) -> list[Command]:

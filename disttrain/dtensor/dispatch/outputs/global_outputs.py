@@ -57,11 +57,11 @@ def global_outputs(
     is a compiler's symbol, so that calls with equal ones have equal results.
     """
     if may_cache:
-        known = known_outputs(op, args, kwargs)
-        if known is None:
-            known = known_results(op, args, kwargs)
-        if known is not None:
-            return known
+        outputs = known_outputs(op, args, kwargs)
+        if outputs is None:
+            outputs = known_results(op, args, kwargs)
+        if outputs is not None:
+            return outputs
     meta_kwargs = dict(kwargs)
     if meta_kwargs.get("device") is not None:
         meta_kwargs["device"] = torch.device("meta")

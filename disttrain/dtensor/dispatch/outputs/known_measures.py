@@ -69,8 +69,8 @@ def _with_place(operand: torch.Tensor, dim: int = -1, keepdim: bool = False) -> 
 
 
 def _kth(operand: torch.Tensor, k: int, dim: int = -1, keepdim: bool = False) -> Results:
-    found = _with_place(operand, dim, keepdim)
-    return found if found and type(k) is int and 0 < k <= operand.shape[dim] else None
+    outputs = _with_place(operand, dim, keepdim)
+    return outputs if outputs and type(k) is int and 0 < k <= operand.shape[dim] else None
 
 
 def _num_nonzero(operand: torch.Tensor, dims: Sequence[int] | int | None = None) -> Results:

@@ -98,11 +98,11 @@ def broadcast(shapes: Sequence[Shape]) -> Shape | None:
         return largest
     sizes = [{1} for _ in largest]
     for shape in shapes:
-        for known, size in zip(reversed(sizes), reversed(shape), strict=False):
-            known.add(size)
-    if any(len(known) != 2 for known in sizes):
+        for of_dim, size in zip(reversed(sizes), reversed(shape), strict=False):
+            of_dim.add(size)
+    if any(len(of_dim) != 2 for of_dim in sizes):
         return None
-    return tuple([size for known in sizes for size in known - {1}])
+    return tuple([size for of_dim in sizes for size in of_dim - {1}])
 
 
 def fits(shape: Shape, largest: Shape) -> bool:
@@ -160,8 +160,8 @@ def _layer_norm_backward(
     if not all(value is None or is_as_new(value) for value in (operand, mean, rstd, weight, bias)):
         return None
     shapes = (tuple(operand.shape), tuple(normalized), tuple(normalized))
-    given = (operand, weight, bias)
-    if not any(wanted) or any(is_wanted and value is None for is_wanted, value in zip(wanted, given, strict=True)):
+    operands = (operand, weight, bias)
+    if not any(wanted) or any(is_wanted and value is None for is_wanted, value in zip(wanted, operands, strict=True)):
         return None
     return tuple(shape if is_wanted else None for shape, is_wanted in zip(shapes, wanted, strict=True))
 
@@ -191,10 +191,10 @@ def reduced(operand: torch.Tensor, dims: Sequence[int] | None = None, keep: bool
 def _view(operand: torch.Tensor, size: Sequence[int]) -> Shapes:
     if not all(type(length) is int for length in size) or min(size, default=1) < -1:
         return None
-    num_elements, known = operand.numel(), math.prod(length for length in size if length != -1)
-    if size.count(-1) > 1 or not known or num_elements % known:
+    num_elements, known_size = operand.numel(), math.prod(length for length in size if length != -1)
+    if size.count(-1) > 1 or not known_size or num_elements % known_size:
         return None
-    shape = tuple([num_elements // known if length == -1 else length for length in size])
+    shape = tuple([num_elements // known_size if length == -1 else length for length in size])
     return (shape,) if math.prod(shape) == num_elements else None
 
 

@@ -102,10 +102,10 @@ def _results_for_zeros(call: OpCall) -> Sequence[torch.Tensor]:
         return call.outputs
     args, kwargs = replaced(call.arguments, call.keywords, [_zeros_like(operand, devices[0]) for operand in operands])
     try:
-        given = call.op(*args, **kwargs)
+        results = call.op(*args, **kwargs)
     except Exception:  # noqa: BLE001  some operators refuse zeros, each with an error of its own
         return call.outputs
-    return given if isinstance(given, tuple) else (given,)
+    return results if isinstance(results, tuple) else (results,)
 
 
 def _at(index: int, results: Callable[[], Sequence[torch.Tensor]]) -> torch.Tensor:

@@ -24,7 +24,7 @@ Source = tuple[int, int, int]
 """A dim of the result that is cut, the argument that has a dim of its size, and that dim."""
 
 
-class Choice(NamedTuple):
+class RuleChoice(NamedTuple):
     """The rule of a call and the layouts that it chose, where operands move, for calls of one form.
 
     It holds where operands have one shape and one dtype: then each move costs the same share, whatever the size.
@@ -93,7 +93,7 @@ def are_equal(specs: Sequence[Spec | None]) -> bool:
     return len({None if spec is None else (spec.shape, spec.dtype) for spec in specs} - {None}) == 1
 
 
-def any_size_plan(call: OpCall, rule: Rule, propagation: Propagation) -> AnySizePlan | SizedView | Choice | None:
+def any_size_plan(call: OpCall, rule: Rule, propagation: Propagation) -> AnySizePlan | SizedView | RuleChoice | None:
     """The plan for all sizes of a call, or else the choice; None when its result depends on sizes in other ways."""
     if rule.reads_numbers or call.facts.mutated or call.facts.returns_list or None in call.operands:
         return None
@@ -101,7 +101,7 @@ def any_size_plan(call: OpCall, rule: Rule, propagation: Propagation) -> AnySize
         return sized_view(call, rule, propagation) or _without_sizes(call, rule, propagation)
     is_plain = rule.localize is None and rule.joint is None and rule.fetch is None and not call.facts.is_view
     may_choose = is_plain and rule.shards_unevenly and are_equal(call.operands)
-    return (_without_sizes(call, rule, propagation) or Choice(rule, propagation)) if may_choose else None
+    return (_without_sizes(call, rule, propagation) or RuleChoice(rule, propagation)) if may_choose else None
 
 
 def _without_sizes(call: OpCall, rule: Rule, propagation: Propagation) -> AnySizePlan | None:

@@ -130,9 +130,9 @@ class Collectives(Mapping[int, Collective]):
                 sites.setdefault(address, (site, rank))
             expected = list(map(first.get, numbers, addresses))
             if expected != addresses:
-                for number, known, address in zip(numbers, expected, addresses, strict=True):
-                    if known != address:
-                        mixed.setdefault(number, {known: sites[known]})[address] = sites[address]
+                for number, first_address, address in zip(numbers, expected, addresses, strict=True):
+                    if first_address != address:
+                        mixed.setdefault(number, {first_address: sites[first_address]})[address] = sites[address]
             for number, address in zip(numbers, addresses, strict=True):
                 first.setdefault(number, address)
         return dict(sorted(mixed.items()))

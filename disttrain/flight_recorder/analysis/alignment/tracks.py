@@ -83,24 +83,24 @@ class Tracker:
         keys: dict[TrackKey, int] = {}
         of_sites = tuple(keys.setdefault(key_of(site), len(keys)) for site in records.sites)
         # The columns are kept by their records, so that their addresses stay their own.
-        place = (id(records.site_numbers), of_sites)
-        if place not in self._positions:
-            self._positions[place] = _divided(records.site_numbers, of_sites, len(keys))
+        cache_key = (id(records.site_numbers), of_sites)
+        if cache_key not in self._positions:
+            self._positions[cache_key] = _divided(records.site_numbers, of_sites, len(keys))
         addresses: list[list[int]] = [[] for _ in keys]
         for site, track in zip(records.sites, of_sites, strict=True):
             addresses[track].append(id(site))
         tracks = [
             (key, self._track(records, positions, tuple(sites)))
-            for key, positions, sites in zip(keys, self._positions[place], addresses, strict=True)
+            for key, positions, sites in zip(keys, self._positions[cache_key], addresses, strict=True)
             if positions
         ]
         return iter(sorted(tracks, key=lambda each: each[1].positions[0]))
 
     def _track(self, records: Records, positions: Ints, addresses: tuple[int, ...]) -> Track:
-        place = (id(records.sequences), id(positions))
-        if place not in self._numbers:
-            self._numbers[place] = _numbered(records.sequences, positions)
-        first, by_number = self._numbers[place]
+        cache_key = (id(records.sequences), id(positions))
+        if cache_key not in self._numbers:
+            self._numbers[cache_key] = _numbered(records.sequences, positions)
+        first, by_number = self._numbers[cache_key]
         return Track(records, positions, first, by_number, (addresses, id(records.site_numbers), id(positions), first))
 
 

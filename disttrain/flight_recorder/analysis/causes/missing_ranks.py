@@ -1,4 +1,4 @@
-"""Finds the cause of a rank's absence from its dump, its ring and its threads' stacks. Torch-free.
+"""Finds why a rank is missing, from its dump, its ring and its threads' stacks. Torch-free.
 
 Certain signs are checked first: an exception, an end, broken connections. A process that is stopped and one that is out
 of reach leave the same signs.
@@ -67,7 +67,7 @@ def lifeless(matched: Match) -> list[int]:
     ]
 
 
-def cause_of_absence(matched: Match, rank: int, *, was_broken: bool) -> tuple[Cause, str]:
+def cause_of_missing(matched: Match, rank: int, *, was_broken: bool) -> tuple[Cause, str]:
     """The cause why `rank` is missing, with half a sentence: `it is in Python at train.py:33 in load`; `was_broken`
     when connections were."""
     dump = matched.dumps.get(rank)

@@ -87,11 +87,11 @@ def _outermost(matched: Match, rank: int, positions: Sequence[int]) -> list[Reco
     def hangs(position: int) -> bool:
         return not _has_arrived(matched, rank, records[position])
 
-    found: set[int] = set()
+    outermost: set[int] = set()
     for its in of_tracks.values():
         for order in (its, reversed(its)):
-            found.update(itertools.islice(filter(hangs, order), 1))
-    return [records[position] for position in sorted(found)]
+            outermost.update(itertools.islice(filter(hangs, order), 1))
+    return [records[position] for position in sorted(outermost)]
 
 
 def _has_arrived(matched: Match, rank: int, record: Record) -> bool:

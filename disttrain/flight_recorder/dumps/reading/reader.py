@@ -152,17 +152,17 @@ def _decode_runs(data: bytes, stop: int, shared: Shared, *, is_cut: bool) -> Dum
             told = unpacker.tell()
             if num_plain < patience:
                 continue
-            found = find_run(data, start, stop) or find_mix(data, start, stop)
-            if found is None:
+            batch = find_run(data, start, stop) or find_mix(data, start, stop)
+            if batch is None:
                 patience, num_plain = min(2 * patience, 256), 0
                 continue
             reader.add_raw(columns)
-            if isinstance(found, Run):
-                columns.add_run(found, _STATES[found.state])
+            if isinstance(batch, Run):
+                columns.add_run(batch, _STATES[batch.state])
             else:
-                columns.add_mixed([run for _, run in found.parts], found.order(), _STATES)
-            start += found.num_bytes
-            unpacker.read_bytes(found.num_bytes)
+                columns.add_mixed([run for _, run in batch.parts], batch.order(), _STATES)
+            start += batch.num_bytes
+            unpacker.read_bytes(batch.num_bytes)
             told = unpacker.tell()
     except msgpack.exceptions.OutOfData:
         if not is_cut:
@@ -301,15 +301,15 @@ class _Reader:
     def take_shared(self, item: bytes) -> None:
         """Add a group or stack as `take` does, from its bytes: most dumps have the same, and a group has all its
         ranks."""
-        known = self.shared.items.get(item)
-        if known is None:
+        decoded = self.shared.items.get(item)
+        if decoded is None:
             content = msgpack.unpackb(item, strict_map_key=False, unicode_errors="surrogatepass")
             self.take(content)
             self.shared.items[item] = self.groups[content[1]] if content[0] == "group" else self.stacks[-1]
-        elif isinstance(known, GroupProgress):
-            self.groups[known.group_name] = known
+        elif isinstance(decoded, GroupProgress):
+            self.groups[decoded.group_name] = decoded
         else:
-            self.stacks.append(known)
+            self.stacks.append(decoded)
 
     def take(self, item: Any) -> None:
         """Add what `item` says, if it is no record."""
@@ -317,9 +317,9 @@ class _Reader:
             case ["label", str(action), str(module)]:
                 self.labels.append((action, module))
             case ["site", str(name), ranks, str(operation), [*inputs], [*outputs], [*dtypes], peer_rank, stack, *more]:
-                known = self.groups.get(name)
+                progress = self.groups.get(name)
                 members = self.groups[name].ranks if ranks is None else self.shared.listed_ranks(ranks)
-                group = name, members, "" if known is None else known.axis_name
+                group = name, members, "" if progress is None else progress.axis_name
                 called = operation, inputs, outputs, dtypes, peer_rank
                 self.sites.append(self.shared.site(group, called, at(self.stacks, stack), more))
             case ["stack", [*frames]]:

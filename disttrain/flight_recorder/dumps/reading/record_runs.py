@@ -68,13 +68,13 @@ class _Layout:
     fixed: list[tuple[int, bytes]] = field(default_factory=list)
 
     def expect(self, *choices: bytes) -> bytes:
-        found = next((each for each in choices if self.data.startswith(each, self.start + self.offset)), None)
-        if found is None:
+        prefix = next((each for each in choices if self.data.startswith(each, self.start + self.offset)), None)
+        if prefix is None:
             raise ValueError("encoded otherwise")
-        for byte in found:
+        for byte in prefix:
             self.fixed.append((self.offset, bytes([byte])))
             self.offset += 1
-        return found
+        return prefix
 
     def integer(self) -> Span:
         first = self.data[self.start + self.offset]

@@ -76,8 +76,8 @@ class Shared:
 
     def column(self, column: array[int]) -> array[int]:
         """The same numbers: those of another rank, if it has them."""
-        known = self.columns.setdefault((column.typecode, hash(column.tobytes())), column)
-        return known if known == column else column
+        shared = self.columns.setdefault((column.typecode, hash(column.tobytes())), column)
+        return shared if shared == column else column
 
     def listed(self, values: Sequence[T]) -> tuple[T, ...]:
         """The same objects, in the tuple of another rank, if it has one. The objects must be kept by others."""

@@ -271,15 +271,15 @@ class _Entries:
                     fields = slots.numbers, labels, slots.sequences, slots.began_ns, slots.ended_ns
                     self.listed.replayed(sites[index], *(values[index] for values in fields))
             indexes = [index for index in indexes if not self.listed.has(sites[index])]
-        known = indexes
+        described = indexes
         if not (self.sites.keys() >= set(sites) and self.labels.keys() >= set(labels)):
-            known = [index for index in indexes if sites[index] in self.sites and labels[index] in self.labels]
+            described = [index for index in indexes if sites[index] in self.sites and labels[index] in self.labels]
         if num_torn := slots.num_torn:
             self.problems.append(f"has {num_torn} records that were being written")
-        if len(known) < len(indexes):
-            self.problems.append(f"has {len(indexes) - len(known)} records of calls that it does not describe")
+        if len(described) < len(indexes):
+            self.problems.append(f"has {len(indexes) - len(described)} records of calls that it does not describe")
         device_of = partial(self._device, marked_ns) if marked_ns else None
-        return records_of(slots, known, self.sites, self.labels, self.errors, self.epoch_ns, device_of, self.shared)
+        return records_of(slots, described, self.sites, self.labels, self.errors, self.epoch_ns, device_of, self.shared)
 
     def _device(self, marked_ns: Mapping[int, MarkedNs], number: int) -> DeviceTimes | None:
         if number not in marked_ns:

@@ -16,10 +16,10 @@ from disttrain.flight_recorder.record.replays import ListedCall, Replay, StepGra
 
 class _Part(NamedTuple):
     graph: int
-    place: int
+    part: int
     num_parts: int
     calls: Sequence[tuple[int, CallSite, str, str]]
-    """Place among the operations of the graph, site, action, module."""
+    """Index among the operations of the graph, site, action, module."""
 
 
 class _Slot(NamedTuple):
@@ -67,7 +67,7 @@ class ListedParts:
         Args: device_of  the device's times of the slot of a number;  progress  of each graph, as `graph_progress` says.
         """
         graphs = self._graphs()
-        found: list[tuple[int, Replay]] = []
+        numbered: list[tuple[int, Replay]] = []
         for (number, replay), slots in self._slots.items():
             if number not in graphs or len(slots) < graphs[number][1]:
                 continue
@@ -79,22 +79,22 @@ class ListedParts:
             ended_s = seconds(max(ends_ns)) if all(ends_ns) else None
             device = next((times for its in numbers if (times := device_of(its)) is not None), None)
             behind = not_come(progress[number], replay, len(graph.calls)) if number in progress else None
-            found.append((numbers[0], Replay(graph, replay, before, began_s, ended_s, device, behind)))
-        found.sort(key=itemgetter(0))
-        return tuple(replay for _, replay in found)
+            numbered.append((numbers[0], Replay(graph, replay, before, began_s, ended_s, device, behind)))
+        numbered.sort(key=itemgetter(0))
+        return tuple(replay for _, replay in numbered)
 
     def _graphs(self) -> dict[int, tuple[StepGraphCalls, int]]:
         """Those of which all parts are known, and the number of these."""
         parts: dict[int, dict[int, _Part]] = {}
         for part in self._parts.values():
-            parts.setdefault(part.graph, {})[part.place] = part
+            parts.setdefault(part.graph, {})[part.part] = part
         graphs = {}
         for number, its in parts.items():
             if len(its) == next(iter(its.values())).num_parts and set(its) == set(range(len(its))):
                 calls = [
-                    (place, ListedCall(site, action, module, part.place))
+                    (index, ListedCall(site, action, module, part.part))
                     for part in its.values()
-                    for place, site, action, module in part.calls
+                    for index, site, action, module in part.calls
                 ]
                 calls.sort(key=itemgetter(0))
                 graphs[number] = StepGraphCalls(number, tuple(call for _, call in calls)), len(its)

@@ -52,8 +52,8 @@ def using(parts: Parts, axis: DeviceMesh, way: str | None = None, within: Mask |
         yield
     finally:
         # Ranks that are threads enter and leave in any order.
-        place = next(place for place in reversed(range(len(ENTERED))) if ENTERED[place] is cut)
-        del ENTERED[place]
+        index = next(index for index in reversed(range(len(ENTERED))) if ENTERED[index] is cut)
+        del ENTERED[index]
 
 
 @between_graphs

@@ -35,8 +35,8 @@ def run_heads(
     heads = [range(rank * each, (rank + 1) * each) for rank in range(num_ranks)]
     kv_heads = [kv_heads_of(rank, key.shape[1], num_ranks) for rank in range(num_ranks)]
     outgoing = [
-        [_of_heads(query, own), _of_heads(key, serving), _of_heads(value, serving)]
-        for own, serving in zip(heads, kv_heads, strict=True)
+        [_of_heads(query, its_heads), _of_heads(key, its_kv_heads), _of_heads(value, its_kv_heads)]
+        for its_heads, its_kv_heads in zip(heads, kv_heads, strict=True)
     ]
     shapes = [[(*tensor.shape[:2], size, tensor.shape[3]) for tensor in outgoing[own_rank]] for size in parts.sizes]
     coming = _exchanged(outgoing, shapes, mesh)

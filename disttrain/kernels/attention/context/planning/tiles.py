@@ -91,8 +91,8 @@ def tiles_of(parts: Parts, rule: Rule | None) -> Tiles:
 
 @lru_cache(64 * _NUM_KEPT)
 def _tiles(tiles: Tiles, rank: int, source: int) -> tuple[Tile, ...]:
-    found = found_tiles(tiles.rule, tiles.parts.ranges[rank], tiles.parts.ranges[source])
-    return tuple(each.tile for each in found)
+    runs = found_tiles(tiles.rule, tiles.parts.ranges[rank], tiles.parts.ranges[source])
+    return tuple(each.tile for each in runs)
 
 
 class FoundTile(NamedTuple):

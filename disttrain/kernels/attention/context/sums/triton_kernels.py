@@ -43,12 +43,12 @@ def _join(
     is_there = is_row[:, None] & (columns < width)[None, :]
     lse += sequence * lse_strides_0 + head * lse_strides_1
     other_lse += sequence * other_lse_strides_0 + head * other_lse_strides_1
-    own = tl.load(lse + rows, mask=is_row, other=float("-inf"))
+    this = tl.load(lse + rows, mask=is_row, other=float("-inf"))
     other = tl.load(other_lse + rows, mask=is_row, other=float("-inf")).to(tl.float32)
-    most = tl.maximum(own, other)
+    most = tl.maximum(this, other)
     # Where neither has seen anything both differences would be nan.
     level = tl.where(most == float("-inf"), 0.0, most)
-    of_own, of_other = tl.exp(own - level), tl.exp(other - level)
+    of_own, of_other = tl.exp(this - level), tl.exp(other - level)
     total = of_own + of_other
     weight = tl.where(total > 0.0, of_other / tl.where(total > 0.0, total, 1.0), 0.0)
     joined = tl.where(total > 0.0, level + tl.log(total), float("-inf"))

@@ -1,4 +1,4 @@
-"""The form of what one stage hands to another."""
+"""The metadata of what one stage hands to another."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from disttrain.pipelining.runtime.message_metadata import form_of, pack_form, unpack_form
+from disttrain.pipelining.runtime.message_metadata import metadata_of, pack_metadata, unpack_metadata
 
 
 @pytest.mark.parametrize(
@@ -22,14 +22,14 @@ from disttrain.pipelining.runtime.message_metadata import form_of, pack_form, un
     ids=["tensor", "trained tensor", "nest", "list of one", "number"],
 )
 def test_a_value_is_built_again_from_its_form_as_it_travels(value: Any) -> None:
-    form, tensors = form_of(value)
-    arrived = unpack_form(pack_form(form))
-    assert arrived == form
+    metadata, tensors = metadata_of(value)
+    arrived = unpack_metadata(pack_metadata(metadata))
+    assert arrived == metadata
     torch.testing.assert_close(arrived.build(tensors), value)
 
 
 def test_a_value_like_the_one_before_has_the_same_form() -> None:
-    known, _ = form_of(torch.ones(2, 3))
+    known, _ = metadata_of(torch.ones(2, 3))
     for value, is_alike in [
         (torch.zeros(2, 3), True),
         (torch.ones(3, 2), False),
@@ -38,8 +38,8 @@ def test_a_value_like_the_one_before_has_the_same_form() -> None:
         ((torch.ones(2, 3),), False),
         (5, False),
     ]:
-        form, _ = form_of(value, known)
-        assert (form is known) == is_alike
-        assert form == form_of(value)[0]
-    number, _ = form_of(5)
-    assert form_of(6, number)[0] != number
+        metadata, _ = metadata_of(value, known)
+        assert (metadata is known) == is_alike
+        assert metadata == metadata_of(value)[0]
+    number, _ = metadata_of(5)
+    assert metadata_of(6, number)[0] != number

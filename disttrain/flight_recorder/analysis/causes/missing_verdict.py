@@ -42,7 +42,7 @@ class _Direct:
 
 
 @dataclass
-class Absence:
+class MissingVerdicts:
     """Makes verdicts on absent ranks from `waits`, and the same in `fronts`."""
 
     matched: Match

@@ -1,4 +1,4 @@
-"""Who sends which rows to whom, as a value: what the devices compute, written for people, tests and errors."""
+"""Who sends which rows of experts to whom, as a value, by which exchanges are judged. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,30 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-
-@dataclass(frozen=True)
-class ExpertCut:
-    """Where experts lie on the ranks of an axis: contiguous, as DTensor's Shard(0) cuts a dim.
-
-    The first ranks have `chunk` experts each, the last may have fewer, or none.
-    """
-
-    num_experts: int
-    num_ranks: int
-
-    @property
-    def chunk(self) -> int:
-        """The experts of a full rank."""
-        return -(-self.num_experts // self.num_ranks)
-
-    def experts_of(self, rank: int) -> range:
-        return range(
-            min(rank * self.chunk, self.num_experts),
-            min((rank + 1) * self.chunk, self.num_experts),
-        )
-
-    def rank_of(self, expert: int) -> int:
-        return expert // self.chunk
+from disttrain.experts.exchange.expert_cut import ExpertCut
 
 
 class Landing(NamedTuple):

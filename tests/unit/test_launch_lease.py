@@ -7,7 +7,7 @@ import pytest
 from disttrain.store import HashStore
 from disttrain_launch.rendezvous.lease import FORMED, LEADER, STANDBY, Lease, SupersededError, last_formed, told_by
 from disttrain_launch.rendezvous.messages import Came, Formed, Run, Stop, Wait, encode
-from disttrain_launch.rendezvous.rounds import Node, Place
+from disttrain_launch.rendezvous.rounds import Assignment, Node
 from disttrain_launch.workers.outcome import Changed
 
 
@@ -56,7 +56,7 @@ def test_whose_standby_became_the_store_keeps_no_other() -> None:
 def test_a_successor_knows_what_the_others_were_told() -> None:
     store = HashStore()
     nodes = {agent: Node(agent, rank) for rank, agent in enumerate("abc")}
-    words = {"a": Run(Place(3, 0, 0, 2, 4), 1), "b": Stop(3, Changed("a node came"))}
+    words = {"a": Run(Assignment(3, 0, 0, 2, 4), 1), "b": Stop(3, Changed("a node came"))}
     for agent, node in nodes.items():
         store.set(f"node/{agent}", encode(Came(node)))
     for agent, word in words.items():

@@ -13,8 +13,8 @@ from disttrain.checkpoint.memory.replica_placement import (
     Holding,
     ReplicaName,
     complete_saves,
-    keeper_of,
     nodes_of,
+    replica_rank_of,
 )
 from disttrain.errors import CheckpointError
 
@@ -32,11 +32,11 @@ def nodes_with(num_ranks: list[int]) -> list[range]:
 def test_copies_lie_on_the_next_node_evenly(num_ranks: list[int]) -> None:
     nodes = nodes_with(num_ranks)
     for node, following in zip(nodes, [*nodes[1:], nodes[0]], strict=True):
-        keepers = [keeper_of(rank, nodes) for rank in node]
+        replica_ranks = [replica_rank_of(rank, nodes) for rank in node]
         if len(nodes) == 1:
-            assert keepers == [None] * len(node)
+            assert replica_ranks == [None] * len(node)
         else:
-            counts = [keepers.count(rank) for rank in following]
+            counts = [replica_ranks.count(rank) for rank in following]
             assert sum(counts) == len(node)
             assert max(counts) == math.ceil(len(node) / len(following))
 
@@ -58,7 +58,7 @@ def test_a_save_is_whole_without_any_one_node(num_ranks: list[int], data: st.Dat
     files = {"manifest.json": 7, **{f"rank-{rank}": 100 + rank for rank in range(size)}}
     on_node: list[dict[str, int]] = [{} for _ in nodes]
     for rank in range(size):
-        for place in (rank, keeper_of(rank, nodes)):
+        for place in (rank, replica_rank_of(rank, nodes)):
             has = next((has for node, has in zip(nodes, on_node, strict=True) if place in node), {})
             has[f"rank-{rank}"] = 100 + rank
             if rank == 0:
