@@ -15,7 +15,7 @@ from disttrain.kernels.attention.context.current import between_graphs, given_or
 from disttrain.kernels.attention.context.heads import run_heads
 from disttrain.kernels.attention.context.parts import Parts, contiguous, mirrored
 from disttrain.kernels.attention.context.planning.heads_cut import heads_divide, num_head_groups
-from disttrain.kernels.attention.context.planning.plan import ContextPlan, Machine, Shape
+from disttrain.kernels.attention.context.planning.plan import HOSTS, ONE_HOST, ContextPlan, Machine, Shape
 from disttrain.kernels.attention.context.planning.steps import HEADS, WAYS, most_sent
 from disttrain.kernels.attention.context.planning.tiles import on_host
 from disttrain.kernels.attention.context.steps_run import Program, run_steps
@@ -24,6 +24,7 @@ from disttrain.kernels.attention.plan import DENSE
 from disttrain.kernels.attention.rules import Causal, Documents, Mask, Prefix, Rule, masks_of, name_of, parts_of
 from disttrain.kernels.attention.runs import scale_of
 from disttrain.mesh import DeviceMesh, axis_of_several
+from disttrain.process_group.joining.hosts import leaves_host
 
 _NUM_KEPT: Final = 64
 
@@ -83,7 +84,8 @@ def _across(
     assert parts is not None, "what all ranks agree about has parts"
     if not (query.shape[0] and query.shape[1] and value.shape[3]):
         return attention_of_whole(query, key, value, None, scale, None)
-    plan = plan_of(query, key, value, mask, parts)
+    machine = HOSTS if way is None and leaves_host(group) else ONE_HOST
+    plan = plan_of(query, key, value, mask, parts, machine)
     chosen = way or plan.way
     if chosen == HEADS:
         return run_heads(query, key, value, mask, scale, by, mesh, parts)
@@ -103,16 +105,21 @@ def default_parts(mask: Rule | None, query: torch.Tensor, num_ranks: int) -> Par
 
 
 def plan_of(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Rule | None, parts: Parts
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Rule | None,
+    parts: Parts,
+    machine: Machine = ONE_HOST,
 ) -> ContextPlan:
     """The plan of a call; of one rule and sizes the same object."""
     shape = Shape(query.shape[0], query.shape[1], key.shape[1], query.shape[3], value.shape[3], query.dtype.itemsize)
-    return _plan(parts, on_host(mask), shape)
+    return _plan(parts, on_host(mask), shape, machine)
 
 
 @lru_cache(_NUM_KEPT)
-def _plan(parts: Parts, rule: Rule | None, shape: Shape) -> ContextPlan:
-    return ContextPlan(parts, rule, shape, Machine())
+def _plan(parts: Parts, rule: Rule | None, shape: Shape, machine: Machine) -> ContextPlan:
+    return ContextPlan(parts, rule, shape, machine)
 
 
 def _check(
