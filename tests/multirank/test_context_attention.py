@@ -296,6 +296,11 @@ def gradients_wanted_on_one_rank(rank: int, own: list[torch.Tensor], options: di
     own[1].requires_grad_(rank == 1)
 
 
+@bad(r"tensors of the rule: \w+ on rank 0, \w+ on rank 1")
+def slopes_that_differ(rank: int, own: list[torch.Tensor], options: dict[str, Any]) -> None:
+    options["mask"] = Causal() & Alibi(torch.full((4,), 0.5 + rank))
+
+
 @bad("cannot be divided by 2 ranks")
 def heads_that_do_not_divide(rank: int, own: list[torch.Tensor], options: dict[str, Any]) -> None:
     options["way"] = "heads"
@@ -353,6 +358,20 @@ def test_bad_input_is_one_error_on_all_ranks() -> None:
     # And all go on.
     own = [tensor.narrow(2, 0, 6) for tensor in whole((4, 4), 6)]
     assert attention(*own, Causal(), axis=axis).shape == own[0].shape
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_that_differentiate_different_calls(way: str) -> None:
+    """They would send each other the keys of one for those of another."""
+    axis = axis_of_all()
+    own = [tensor.narrow(2, 0, 6).requires_grad_() for tensor in whole((4, 4), 6)]
+    first = attention(*own, Causal(), axis=axis, way=way)
+    second = attention(own[0], own[2], own[1], Causal(), axis=axis, way=way)
+    with pytest.raises(ShapeError, match="backward: of call 1 on rank 0, of call 2 on rank 1"):
+        (second if axis.get_local_rank() else first).sum().backward()
+    third = attention(*own, Causal(), axis=axis, way=way)
+    torch.autograd.grad(third.sum(), own)
 
 
 @on_ranks(4)
