@@ -172,7 +172,8 @@ def attended_across(
     if query.dim() == 3:
         query, key, value = (tensor.unsqueeze(0) for tensor in (query, key, value))
         return attended_across(query, key, value, None, 0.0, is_causal, scale, enable_gqa, within=within).squeeze(0)
-    if not enable_gqa and query.dim() == 4 and query.shape[1] != key.shape[1]:
+    # One head of keys broadcasts, as torch has it.
+    if not enable_gqa and query.dim() == 4 and key.shape[1] not in (1, query.shape[1]):
         problem = f"query has {query.shape[1]} heads and key {key.shape[1]}, without enable_gqa."
         refuse(NAME, problem, "Give enable_gqa=True.")
     return attention(query, key, value, both(Causal() if is_causal else None, within), scale=scale)

@@ -16,6 +16,7 @@ from disttrain.kernels import Causal, Documents
 from disttrain.kernels.attention.context.parts import Parts
 from disttrain.kernels.attention.context.planning.cut import plan_cut
 from disttrain.kernels.attention.rules import Rule
+from disttrain.kernels.choice import wide_dtype
 from disttrain.mesh import DeviceMesh
 from disttrain.process_group.calls.collectives import all_reduce
 
@@ -72,7 +73,8 @@ class CutBatch:
                 raise MeshError("CutBatch.mean", problem, "Flatten it.", rank=over.get_rank())
             num_targets, num_ranks = (self.targets != IGNORED).sum(), over.size()
             all_reduce(num_targets, group=over.get_group())
-        mean = total * (num_ranks / num_targets.clamp(min=1))
+        # Whole numbers divide in fp32, which is too coarse for losses in fp64.
+        mean = total * (num_ranks / num_targets.clamp(min=1).to(wide_dtype(total.dtype)))
         return torch.where(num_targets == 0, mean.detach() * torch.nan + 0 * mean, mean)
 
     def unshard(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -15,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import disttrain
 from disttrain.dtensor import Shard, distribute_tensor
-from disttrain.errors import DisttrainError, LayoutError, MeshError, ShapeError
+from disttrain.errors import LayoutError, MeshError, ShapeError
 from disttrain.kernels import Alibi, Causal, Documents, Prefix, SlidingWindow, SoftCap, attention
 from disttrain.kernels.attention.context.current import using
 from disttrain.kernels.attention.context.operator import plan_of
@@ -28,19 +26,10 @@ from disttrain.kernels.attention.sdpa import attended
 from disttrain.testing import run_threads
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.cases.attention import NAMES, rule_called
+from tests.cases.cut_attention import BATCH, axis_of_all, whole
 from tests.cases.kernels import drawn
 
-BATCH = 2
 WAYS = ("ring", "gather", "heads")
-
-
-def axis_of_all() -> disttrain.DeviceMesh:
-    return disttrain.init_device_mesh("cpu", (disttrain.get_world_size(),), mesh_dim_names=("cp",))["cp"]
-
-
-def whole(heads: tuple[int, int], length: int, dims: tuple[int, int] = (8, 8)) -> list[torch.Tensor]:
-    shapes = ((heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1]))
-    return [drawn(BATCH, number, length, dim, seed=seed) for seed, (number, dim) in enumerate(shapes)]
 
 
 def assert_as_one_process(
@@ -234,125 +223,6 @@ def own_bytes(own: list[torch.Tensor], num_ranks: int) -> int:
 def bytes_of(counted: Any) -> int:
     """Bytes handed to transports that are not the ranks' comparing."""
     return sum(count.num_bytes for (_, name), count in counted.counts.items() if name != "all_gather_into_tensor")
-
-
-BAD: dict[str, tuple[str, Callable[[int, list[torch.Tensor], dict[str, Any]], None]]] = {}
-
-
-def bad(pattern: str) -> Callable[[Any], Any]:
-    def add(spoil: Any) -> Any:
-        BAD[spoil.__name__] = (pattern, spoil)
-        return spoil
-
-    return add
-
-
-@bad("a mask of positions|mask is a Tensor")
-def mask_in_memory(rank: int, own: list[torch.Tensor], options: dict[str, Any]) -> None:
-    options["mask"] = torch.ones(6, 6, dtype=torch.bool)
-
-
-@bad("Documents has a tensor of shape")
-def documents_of_this_rank_alone(rank: int, own: list[torch.Tensor], options: dict[str, Any]) -> None:
-    options["mask"] = Documents(torch.zeros(6, dtype=torch.int64))
-
-
-@bad("Alibi has a tensor of shape")
-def a_rule_of_one_rank_alone(rank: int, own: list[torch.Tensor], options: dict[str, Any]) -> None:
-    if rank == 1:
-        options["mask"] = Alibi(torch.ones(3))
-
-
-@bad("the parts give this rank")
-def sizes_that_contradict_the_parts(rank: int, own: list[torch.Tensor], options: dict[str, Any]) -> None:
-    if rank == 0:
-        own[:] = [tensor[:, :, 1:] for tensor in own]
-
-
-@bad("positions: ")
-def lengths_that_differ(rank: int, own: list[torch.Tensor], options: dict[str, Any]) -> None:
-    del options["parts"]
-    if rank == 0:
-        own[:] = [tensor[:, :, 1:] for tensor in own]
-
-
-@bad("positions: ")
-def parts_that_differ(rank: int, own: list[torch.Tensor], options: dict[str, Any]) -> None:
-    options["parts"] = (contiguous if rank else mirrored)(12, 2)
-
-
-@bad("way: ")
-def ways_that_differ(rank: int, own: list[torch.Tensor], options: dict[str, Any]) -> None:
-    options["way"] = "ring" if rank else "gather"
-
-
-@bad("tensors of the rule: ")
-def documents_that_differ(rank: int, own: list[torch.Tensor], options: dict[str, Any]) -> None:
-    options["mask"] = Documents(torch.arange(12) // (2 + rank))
-
-
-@bad("gradients: ")
-def gradients_wanted_on_one_rank(rank: int, own: list[torch.Tensor], options: dict[str, Any]) -> None:
-    own[1].requires_grad_(rank == 1)
-
-
-@bad("cannot be divided by 2 ranks")
-def heads_that_do_not_divide(rank: int, own: list[torch.Tensor], options: dict[str, Any]) -> None:
-    options["way"] = "heads"
-    own[:] = [tensor[:, :3] for tensor in own]
-
-
-@bad("there is no way 'around'")
-def an_unknown_way(rank: int, own: list[torch.Tensor], options: dict[str, Any]) -> None:
-    options["way"] = "around"
-
-
-@bad("leave out positions 3 to 5")
-def positions_missing(rank: int, own: list[torch.Tensor], options: dict[str, Any]) -> None:
-    options["parts"] = Parts(12, ((range(3),), (range(6, 12),)))
-
-
-@bad("give position 4 twice")
-def positions_twice(rank: int, own: list[torch.Tensor], options: dict[str, Any]) -> None:
-    options["parts"] = Parts(12, ((range(6),), (range(4, 12),)))
-
-
-@bad("for 3 ranks")
-def parts_of_another_axis(rank: int, own: list[torch.Tensor], options: dict[str, Any]) -> None:
-    options["parts"] = contiguous(12, 3)
-
-
-@bad("6 queries and 5 keys")
-def fewer_keys_than_queries(rank: int, own: list[torch.Tensor], options: dict[str, Any]) -> None:
-    own[1:] = [tensor[:, :, 1:] for tensor in own[1:]]
-
-
-@bad("'flash' computes whole sequences")
-def an_implementation_of_whole_sequences(rank: int, own: list[torch.Tensor], options: dict[str, Any]) -> None:
-    options["by"] = "flash"
-
-
-@bad("float64, torch.float32")
-def dtypes_that_differ(rank: int, own: list[torch.Tensor], options: dict[str, Any]) -> None:
-    if rank == 1:
-        own[1] = own[1].float()
-
-
-@on_ranks(2)
-def test_bad_input_is_one_error_on_all_ranks() -> None:
-    axis = axis_of_all()
-    rank = axis.get_local_rank()
-    for name, (pattern, spoil) in BAD.items():
-        own = [tensor.narrow(2, 0, 6) for tensor in whole((4, 4), 6)]
-        options: dict[str, Any] = {"parts": contiguous(12, 2), "mask": Causal()}
-        spoil(rank, own, options)
-        with pytest.raises(DisttrainError) as caught:
-            attention(*own, options.pop("mask"), axis=axis, **options)
-        assert isinstance(caught.value, ShapeError), name
-        assert re.search(pattern, str(caught.value)), (name, str(caught.value))
-    # And all go on.
-    own = [tensor.narrow(2, 0, 6) for tensor in whole((4, 4), 6)]
-    assert attention(*own, Causal(), axis=axis).shape == own[0].shape
 
 
 @on_ranks(4)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -152,9 +154,11 @@ def pretrained(name: str) -> Any:
     if name == "qwen2":
         window = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
         return hf.Qwen2ForCausalLM(hf.Qwen2Config(**sizes, **window)).double()
-    if name == "gemma3":
+    if name.startswith("gemma"):
         kinds = ["sliding_attention", "full_attention"]
         own = {"head_dim": 8, "sliding_window": 3, "layer_types": kinds, "query_pre_attn_scalar": 8}
+        if name == "gemma2":
+            return hf.Gemma2ForCausalLM(hf.Gemma2Config(**sizes, **own, attn_implementation="eager")).double()
         return hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**sizes, **own)).double()
     return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, attn_implementation=name)).double()
 
@@ -188,6 +192,38 @@ def test_models_of_transformers_train_as_they_are(name: str) -> None:
         model(input_ids=batch.input_ids, attention_mask=torch.ones_like(batch.input_ids))
     # Behind the block transformers is what it was.
     torch.testing.assert_close(model(input_ids=tokens, labels=tokens).loss, expected)
+
+
+def softmax_as_given(scores: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Without a dtype of its own."""
+    return torch.softmax(scores, dim)
+
+
+def norm_as_given(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Llama's, and Gemma's, whose gains are about zero."""
+    gains = self.weight if hasattr(self, "variance_epsilon") else 1 + self.weight
+    return gains * F.rms_norm(x, x.shape[-1:], eps=getattr(self, "variance_epsilon", None) or self.eps)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("name", ["sdpa", "gemma2"])
+def test_gradients_in_fp64_are_exact_but_for_what_transformers_has_in_fp32(name: str) -> None:
+    """That are norms, and the softmax of eager attention."""
+    mesh, tokens = axis(), rows(11)
+    reference, model = pretrained(name), pretrained(name)
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(type(model.model.norm), "forward", norm_as_given))
+        stack.enter_context(mock.patch.object(F, "softmax", softmax_as_given))
+        logits = reference(input_ids=tokens).logits
+        F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        batch = cut_batch(mesh, tokens)
+        with batch.attention():
+            logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids).logits
+            total = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="sum")
+            batch.mean(total).backward()
+    for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
+        disttrain.all_reduce(parameter.grad, disttrain.ReduceOp.AVG)
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-11, atol=1e-13)
 
 
 @on_ranks(2)

@@ -9,6 +9,8 @@ import pytest
 
 from disttrain.kernels import Causal
 from disttrain.kernels.attention.context.parts import mirrored
+from disttrain.kernels.attention.context.planning.heads_cut import num_head_groups
+from disttrain.kernels.attention.context.planning.steps import RING, most_sent
 from disttrain.kernels.attention.context.planning.tiles import tiles_of
 from disttrain.plan.job import Choice, Job, MeshSizes, meshes, why_not
 from disttrain.plan.model.activations import kept_of
@@ -29,7 +31,19 @@ def test_a_rank_keeps_what_it_would_of_a_shorter_sequence() -> None:
         shorter = replace(JOB, seq_size=JOB.seq_size // 8)
         without = replace(choice, mesh=MeshSizes(dp=32, tp=2))
         assert kept_of(JOB, choice) == kept_of(shorter, without)
-        assert memory_of(JOB, choice) == memory_of(shorter, without)
+        assert replace(memory_of(JOB, choice), messages=0) == memory_of(shorter, without)
+
+
+def test_slots_hold_what_a_step_of_the_ring_sends() -> None:
+    """Two for keys, two for terms, of a group of heads."""
+    for num_sequences, tp in ((1, 1), (4, 2), (4, 8)):
+        choice = Choice(MeshSizes(cp=8, tp=tp), num_sequences, 1)
+        num_heads, num_kv_heads, positions = 32 // tp, 8 // tp, mirrored(JOB.seq_size, 8)
+        num_elements = num_sequences * num_heads * 128 * max(positions.sizes)
+        num_groups = num_head_groups(num_kv_heads, num_elements)
+        most = max(most_sent(tiles_of(positions, Causal()), RING))
+        slot = num_sequences * most * 2 * num_kv_heads // num_groups * 128 * 2
+        assert memory_of(JOB, choice).messages == 4 * slot
 
 
 def test_a_million_tokens_take_as_much_on_as_many_times_the_ranks() -> None:

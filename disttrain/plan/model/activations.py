@@ -20,6 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from disttrain.plan.job import Choice, Job
+from disttrain.plan.model.context import backward_bytes
 from disttrain.plan.model.parts import local_key_size
 
 _LOSS_BLOCK_BYTES = 1 << 30
@@ -57,7 +58,11 @@ def kept_of(job: Job, choice: Choice) -> Kept:
     statistics = 4 * (sizes.num_heads + 2) / tp + 4 * (0 if sizes.experts is None else sizes.experts.num_experts)
     whole = dtype * (2 * dim / tp + 2 * dim + attention + num_ffn * ffn + (to_experts + back) * dim) + statistics
     pending = dtype * (4 * dim / tp + 4 * dim + attention + 3 * ffn + (2 * to_experts + back) * dim)
-    backward = dtype * ((1 if is_fused else 2) * ffn + (2 + to_experts + back) * dim)
+    # The gradients of a gate and of the other factor lie beside that of their product, but in one graph.
+    backward = dtype * ((1 if choice.is_compiled else 2) * ffn + (2 + to_experts + back) * dim)
+    # When attention goes backward, what the MLP has kept is gone.
+    of_mlp = dtype * (num_ffn * ffn + (to_experts + back + 1) * dim + dim / tp)
+    backward = max(backward, backward_bytes(job, choice) - of_mlp)
     weight = dtype * dim * ffn if sizes.experts is None else 0
     block = dtype * dim / tp if choice.recomputes else whole
     return Kept(

@@ -17,6 +17,7 @@ from disttrain.pipelining.schedule.liveness import KeptActivations
 from disttrain.pipelining.schedule.schedule import Schedule
 from disttrain.plan.job import Choice, Job
 from disttrain.plan.model.activations import Kept, kept_of
+from disttrain.plan.model.context import slots_bytes
 from disttrain.plan.model.parts import (
     StageParts,
     elements_of,
@@ -35,7 +36,7 @@ class Memory:
 
     Args: unsharded  parameters that are gathered, their gradients, and these packed for their reduction;  temporaries
           of the block that goes backward, with checkpoints all that it computes again;  exchange  rows of tokens on
-          their way to experts and back.
+          their way to experts and back;  messages  of a pipeline, and keys of others along cp.
     """
 
     parameters: int
@@ -94,7 +95,7 @@ def _plain(job: Job, choice: Choice) -> list[Memory]:
             loss=kept_bytes.loss * is_loss,
             temporaries=kept_bytes.inside * stretch.is_backward,
             exchange=kept_bytes.exchange * (not is_loss and stretch.num_kept > 0),
-            messages=0,
+            messages=slots_bytes(job, choice),
             when=stretch.when,
         )
 
@@ -127,7 +128,7 @@ def _pipeline(job: Job, choice: Choice) -> Iterator[Memory]:
                 loss=loss,
                 temporaries=temporaries,
                 exchange=kept_bytes.exchange * (is_steady and not fullest[2]),
-                messages=2 * kept_bytes.message * len(stages),
+                messages=2 * kept_bytes.message * len(stages) + slots_bytes(job, choice),
                 when=f"{LOSS if is_steady and fullest[2] else stretch.when} of pipeline rank {rank}",
             )
 

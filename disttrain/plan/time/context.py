@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import cache
 
 from disttrain.plan.job import Choice, Job
-from disttrain.plan.model.parts import local_key_size
+from disttrain.plan.model.context import key_elements
 from disttrain.plan.time.exchange import Exchange
 
 _SEEN_SHARE = 0.75
@@ -20,14 +20,11 @@ _SEEN_SHARE = 0.75
 @cache
 def keys_of(job: Job, choice: Choice) -> Exchange | None:
     """Keys and values of one microbatch in one block, one way; None where there is nobody to send to."""
-    cp, sizes, hardware = choice.mesh.cp, job.sizes, job.hardware
+    cp, hardware = choice.mesh.cp, job.hardware
     if cp == 1:
         return None
     on_host = choice.mesh.num_on_node("cp", job.node_size)
-    width = 2.0 * local_key_size(sizes, choice.mesh.tp)
-    if sizes.latent is not None:
-        width = (sizes.query_size + sizes.value_size) / choice.mesh.tp
-    to_one = _SEEN_SHARE * choice.tokens(job) * width * job.precision.compute_bytes
+    to_one = _SEEN_SHARE * choice.tokens(job) * key_elements(job, choice) * job.precision.compute_bytes
     within, between = (on_host - 1) * to_one, (cp - on_host) * to_one
     latency_s = hardware.node_latency_s if on_host == cp else hardware.network_latency_s
     slower = max(within / hardware.node_bytes_per_s, between / hardware.network_bytes_per_s)

@@ -7,8 +7,8 @@ has not followed its last one before: layers of several rules, and backwards tha
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,29 +29,33 @@ class Agreed:
     def __init__(self) -> None:
         self._last = _REFUSED
         self._followed: set[tuple[int, int]] = set()
+        self._num_calls = 0
 
     def is_known(self, number: int) -> bool:
         """True if a call of this number has followed the last one before."""
         return (self._last, number) in self._followed
 
-    def add(self, number: int) -> None:
-        """All ranks agree that this is the next call."""
+    def add(self, number: int) -> int:
+        """All ranks agree that this is the next call; returns how many there are."""
         if len(self._followed) >= _MOST_FOLLOWED:
             self._followed.clear()
         self._followed.add((self._last, number))
         self._last = number
+        self._num_calls += 1
+        return self._num_calls
 
 
 _MOST_FOLLOWED: Final = 4096
 _AGREED: Final[WeakKeyDictionary[ProcessGroup, Agreed]] = WeakKeyDictionary()
 
 
-def agree(group: ProcessGroup, device: torch.device, fields: Fields, error: DisttrainError | None) -> None:
-    """Returns if all ranks of the group are about to compute what these fields say.
+def agree(group: ProcessGroup, device: torch.device, fields: Fields, error: DisttrainError | None) -> int:
+    """Goes on if all ranks of the group are about to compute what these fields say.
 
-    Args:   error  this rank's reason not to.
-    Raises: on all ranks: this rank's error, or that of the first rank that has one, or ShapeError that names what is
-            not alike.
+    Args:    error  this rank's reason not to.
+    Returns: the number of calls that they have agreed about until now.
+    Raises:  on all ranks: this rank's error, or that of the first rank that has one, or ShapeError that names what is
+             not alike.
     Collective: on CPUs, and elsewhere if calls like the last one and this have not followed each other before.
     """
     number = _REFUSED if error is not None else _number_of(fields)
@@ -63,17 +67,40 @@ def agree(group: ProcessGroup, device: torch.device, fields: Fields, error: Dist
             raise error
         # What is recorded has been compared when it ran as it is.
         if agreed.is_known(number) or torch.cuda.is_current_stream_capturing():
-            agreed.add(number)
-            return
+            return agreed.add(number)
     numbers = torch.empty(group.group_size, dtype=torch.int64, device=device)
     all_gather_into_tensor(numbers, torch.tensor([number], device=device), group)
     if error is None and bool((numbers == number).all()):
-        agreed.add(number)
-        return
+        return agreed.add(number)
     answers: list[tuple[dict[str, str], list[str]]] = [({}, [])] * group.group_size
     reason = [] if error is None else [type(error).__name__, error.problem, error.remedy]
     all_gather_object(answers, (dict(fields), reason), group)
     raise error or _answer(group, answers)
+
+
+def agreeing_backward(
+    result: torch.Tensor, group: ProcessGroup, device: torch.device, fields: Fields, number: int
+) -> torch.Tensor:
+    """The result of a call, whose backward begins as a call does: ranks that differentiate others would take their
+    keys for those of this one. On GPUs calls of the same fields are not told apart."""
+    if not result.requires_grad:
+        return result
+    of_call = {"backward": f"of call {number}" if device.type == "cpu" else "of a call"}
+    apply: Any = _Agreeing.apply
+    same: torch.Tensor = apply(result, lambda: agree(group, device, {**fields, **of_call}, None))
+    return same
+
+
+class _Agreeing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, result: torch.Tensor, begin: Callable[[], int]) -> torch.Tensor:
+        ctx.begin = begin
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.begin()
+        return grad, None
 
 
 def _number_of(fields: Fields) -> int:

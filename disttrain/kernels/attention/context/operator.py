@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import hashlib
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from disttrain.autocast import is_within_autocast
 from disttrain.errors import DisttrainError, ShapeError
-from disttrain.kernels.attention.context.agreement import NAME, agree
+from disttrain.kernels.attention.context.agreement import NAME, agree, agreeing_backward
 from disttrain.kernels.attention.context.current import between_graphs, given_or_current
 from disttrain.kernels.attention.context.heads import run_heads
 from disttrain.kernels.attention.context.parts import Parts, contiguous, mirrored
 from disttrain.kernels.attention.context.planning.heads_cut import heads_divide, num_head_groups
-from disttrain.kernels.attention.context.planning.plan import ContextPlan, Machine, Shape
+from disttrain.kernels.attention.context.planning.plan import HOSTS, ONE_HOST, ContextPlan, Machine, Shape
 from disttrain.kernels.attention.context.planning.steps import HEADS, WAYS, most_sent
 from disttrain.kernels.attention.context.planning.tiles import on_host
 from disttrain.kernels.attention.context.steps_run import Program, run_steps
 from disttrain.kernels.attention.operator import as_autocast, attention_of_whole, check_dtypes, check_fits
 from disttrain.kernels.attention.plan import DENSE
-from disttrain.kernels.attention.rules import Causal, Documents, Mask, Prefix, Rule, masks_of, name_of, parts_of
+from disttrain.kernels.attention.rules import Alibi, Causal, Documents, Prefix, Rule, name_of, parts_of
 from disttrain.kernels.attention.runs import scale_of
 from disttrain.mesh import DeviceMesh, axis_of_several
+from disttrain.process_group.joining.hosts import leaves_host
 
 _NUM_KEPT: Final = 64
 
@@ -79,20 +81,22 @@ def _across(
         fields = _fields(query, key, value, mask, scale, by, parts, way)
     except DisttrainError as refused:
         error = type(refused)(NAME, refused.problem, refused.remedy, rank=group.world.rank)
-    agree(group, query.device, fields, error)
+    number = agree(group, query.device, fields, error)
     assert parts is not None, "what all ranks agree about has parts"
     if not (query.shape[0] and query.shape[1] and value.shape[3]):
         return attention_of_whole(query, key, value, None, scale, None)
-    plan = plan_of(query, key, value, mask, parts)
+    machine = HOSTS if way is None and leaves_host(group) else ONE_HOST
+    plan = plan_of(query, key, value, mask, parts, machine)
     chosen = way or plan.way
     if chosen == HEADS:
-        return run_heads(query, key, value, mask, scale, by, mesh, parts)
+        result = run_heads(query, key, value, mask, scale, by, mesh, parts)
+        return agreeing_backward(result, group, query.device, fields, number)
     steps = plan.steps(own_rank, chosen)
     num_elements = query.shape[0] * query.shape[1] * max(parts.sizes) * query.shape[3]
     num_groups = num_head_groups(key.shape[1], num_elements)
     most = most_sent(plan.tiles, chosen)
     program = Program(group, parts, steps, chosen, mask, scale_of(query, scale), by, most, num_groups)
-    return run_steps(query, key, value, program)
+    return agreeing_backward(run_steps(query, key, value, program), group, query.device, fields, number)
 
 
 def default_parts(mask: Rule | None, query: torch.Tensor, num_ranks: int) -> Parts:
@@ -103,16 +107,21 @@ def default_parts(mask: Rule | None, query: torch.Tensor, num_ranks: int) -> Par
 
 
 def plan_of(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Rule | None, parts: Parts
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Rule | None,
+    parts: Parts,
+    machine: Machine = ONE_HOST,
 ) -> ContextPlan:
     """The plan of a call; of one rule and sizes the same object."""
     shape = Shape(query.shape[0], query.shape[1], key.shape[1], query.shape[3], value.shape[3], query.dtype.itemsize)
-    return _plan(parts, on_host(mask), shape)
+    return _plan(parts, on_host(mask), shape, machine)
 
 
 @lru_cache(_NUM_KEPT)
-def _plan(parts: Parts, rule: Rule | None, shape: Shape) -> ContextPlan:
-    return ContextPlan(parts, rule, shape, Machine())
+def _plan(parts: Parts, rule: Rule | None, shape: Shape, machine: Machine) -> ContextPlan:
+    return ContextPlan(parts, rule, shape, machine)
 
 
 def _check(
@@ -188,7 +197,7 @@ def _fields(
         "dtype": str(query.dtype),
         "positions": _digest_of_parts(parts),
         "rule": name_of(mask),
-        "tensors of the rule": " ".join(_digest_of(each) for each in masks_of(on_host(mask))),
+        "tensors of the rule": " ".join(filter(None, map(_digest_of, parts_of(mask)))),
         "scale": str(scale),
         "way": str(way),
         "by": str(by),
@@ -202,13 +211,32 @@ def _digest_of_parts(parts: Parts) -> str:
     return f"{parts.length} cut into {', '.join(map(str, parts.sizes))} ({digest})"
 
 
+def _digest_of(rule: Rule) -> str:
+    """Tells rules apart by what is in their tensors."""
+    if isinstance(rule, Alibi):
+        return _digest_of_slopes(rule.slopes)
+    return _digest_of_mask(rule) if isinstance(rule, Documents | Prefix) else ""
+
+
 @lru_cache(_NUM_KEPT)
-def _digest_of(mask: Mask) -> str:
-    """Tells the tensors of masks on the CPU apart by what is in them."""
-    if isinstance(mask, Documents):
-        tensor = mask.ids
-    elif isinstance(mask, Prefix):
-        tensor = mask.lengths
-    else:
-        return ""
-    return hashlib.sha256(repr(tensor.shape).encode() + tensor.contiguous().numpy().tobytes()).hexdigest()[:8]
+def _digest_of_mask(mask: Documents | Prefix) -> str:
+    """Of what is in it on the host."""
+    host = on_host(mask)
+    return _digest(host.ids if isinstance(host, Documents) else cast(Prefix, host).lengths)
+
+
+_SLOPES: Final = WeakTensorKeyDictionary()
+"""Digests of slopes, by the tensors: rules are made anew by many models, for each call."""
+
+
+def _digest_of_slopes(slopes: torch.Tensor) -> str:
+    if slopes not in _SLOPES:
+        if slopes.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return ""
+        _SLOPES[slopes] = _digest(slopes.detach().cpu())
+    return str(_SLOPES[slopes])
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    content = tensor.contiguous().view(torch.uint8) if tensor.numel() else tensor
+    return hashlib.sha256(repr(tensor.shape).encode() + content.numpy().tobytes()).hexdigest()[:8]

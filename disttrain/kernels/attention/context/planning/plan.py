@@ -2,9 +2,10 @@
 
     print(ContextPlan(mirrored(131072, 8), Causal(), Shape(1, 64, 8, 128, 128, 2)))
 
-The cost of a way is in bytes of the slowest rank: those that are sent while nothing is computed; what computing takes
-beyond an equal share, as the bytes that could be sent meanwhile; and for each exchange as many as its latency is worth.
-A rank's exchange in a ring is hidden under the computing of the step before, as far as that reaches.
+The cost of a way is the time that the slowest rank takes beyond its share of the computing: what is sent while nothing
+is computed; what computing takes beyond an equal share; a fixed time for each exchange; and the sums in fp32 to which
+the results of each piece are joined. A rank's exchange in a ring is hidden under the computing of the step before, as
+far as that reaches.
 """
 
 from __future__ import annotations
@@ -34,13 +35,23 @@ class Shape(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """The rates that compare computing with sending: of an H100, 400 Tflop/s of attention and 50 GB/s to other
-    hosts, and 20 us for an exchange."""
+    """The rates of an H200, forward and backward, fitted to `benchmarks/results/context_gpu_4.json`."""
 
-    flops_per_byte: float = 8000.0
-    """The amount that is computed while a byte is sent."""
-    latency_bytes: float = float(1 << 20)
-    """The bytes that are sent in the time that an exchange takes without any."""
+    bytes_per_s: float
+    """Sent by a rank to all others."""
+    flops_per_s: float = 575e12
+    """Of attention in 16 bits."""
+    latency_s: float = 0.28e-3
+    """For an exchange, of which the host launches several kernels."""
+    ahead_s: float = 13e-3
+    """Of computing: in longer calls the host is ahead, and latencies count in proportion less."""
+    join_s: float = 0.0195e-9
+    """For an element of results that is joined to others, with those of its gradient."""
+
+
+ONE_HOST: Final = Machine(bytes_per_s=160e9)
+HOSTS: Final = Machine(bytes_per_s=50e9)
+"""By a network of 400 Gbit/s for each GPU."""
 
 
 class WayCost(NamedTuple):
@@ -52,16 +63,27 @@ class WayCost(NamedTuple):
     backward_bytes: int
     exposed_bytes: float
     """Of both, while nothing is computed."""
-    waiting_bytes: float
-    """The bytes that could be sent while a rank computes more than an equal share."""
     num_exchanges: int
     memory_bytes: int
     """Of keys, values and heads that come from others, at once."""
-    cost: float
+    exposed_s: float
+    waiting_s: float
+    """In which a rank computes more than an equal share."""
+    latency_s: float
+    """Of all exchanges."""
+    joining_s: float
+
+    @property
+    def cost_s(self) -> float:
+        return self.exposed_s + self.waiting_s + self.latency_s + self.joining_s
 
 
 BACKWARD_FLOPS: Final = 2.5
 """Of those of forward: five products in place of two."""
+_AS_FAST: Final = 0.005
+"""Of a call's whole time: what differs by less is as fast."""
+_COPIES_OF_HEADS: Final = 2
+"""To put heads and positions in order takes as long as so many joins of all results."""
 
 
 class ContextPlan:
@@ -70,11 +92,11 @@ class ContextPlan:
     Args: rule  of the whole sequence, with the tensors of its masks on the CPU.
     """
 
-    def __init__(self, parts: Parts, rule: Rule | None, shape: Shape, machine: Machine | None = None) -> None:
+    def __init__(self, parts: Parts, rule: Rule | None, shape: Shape, machine: Machine = ONE_HOST) -> None:
         self.parts = parts
         self.rule = rule
         self.shape = shape
-        self.machine = Machine() if machine is None else machine
+        self.machine = machine
         self.tiles: Tiles = tiles_of(parts, rule)
 
     def steps(self, rank: int, way: str) -> tuple[Step, ...]:
@@ -98,23 +120,36 @@ class ContextPlan:
 
     @cached_property
     def costs(self) -> tuple[WayCost, ...]:
-        """Of each way that can be taken, the best first."""
-        return tuple(sorted((self._cost(way) for way in self.ways), key=lambda each: each.cost))
+        """Of each way that can be taken, the one that is chosen first, then by their costs: of those that are as fast,
+        the one that takes least memory."""
+        costs = sorted((self._cost(way) for way in self.ways), key=lambda each: each.cost_s)
+        bound_s = costs[0].cost_s + _AS_FAST * (self._mean_s + costs[0].cost_s)
+        best = min((each for each in costs if each.cost_s <= bound_s), key=lambda each: each.memory_bytes)
+        return (best, *(each for each in costs if each is not best))
 
     @property
     def way(self) -> str:
-        """The way of least cost."""
+        """The way that is chosen."""
         return self.costs[0].way
 
     @property
     def reason(self) -> str:
         """Why that is chosen, a whole sentence."""
         best, *others = self.costs
-        exposed = f"{best.way} exposes {_size(best.exposed_bytes)} in {best.num_exchanges} exchanges"
-        waiting = f" and waits as long as {_size(best.waiting_bytes)} take" if best.waiting_bytes else ""
-        if not others:
-            return f"{exposed}{waiting}."
-        return f"{exposed}{waiting}, {others[0].way} costs {_size(others[0].cost - best.cost)} more."
+        takes = [
+            f"{_time(best.exposed_s)} for {_size(best.exposed_bytes)} that nothing hides",
+            f"{_time(best.latency_s)} for {best.num_exchanges} exchanges",
+            f"{_time(best.joining_s)} to join results"
+            if best.way != HEADS
+            else f"{_time(best.joining_s)} to order them",
+            *([f"{_time(best.waiting_s)} for unequal work"] if best.waiting_s else []),
+        ]
+        more = [
+            f"{each.way} {_time(abs(difference))} {'more' if difference >= 0 else 'less, and more memory'}"
+            for each in others
+            for difference in (each.cost_s - best.cost_s,)
+        ]
+        return f"{best.way} takes {', '.join(takes)}; {', '.join(more)}."
 
     def __str__(self) -> str:
         shape, num_ranks = self.shape, self.parts.num_ranks
@@ -125,14 +160,12 @@ class ContextPlan:
             *str(self.parts).splitlines()[1:],
             "",
         ]
-        columns = ("way", "sent forward", "backward", "exposed", "waiting", "exchanges", "memory", "cost")
+        columns = ("way", "sent forward", "backward", "memory", "exposed", "waiting", "latency", "joining", "cost")
         rows = [
             (
                 each.way,
-                *map(_size, (each.forward_bytes, each.backward_bytes, each.exposed_bytes, each.waiting_bytes)),
-                str(each.num_exchanges),
-                _size(each.memory_bytes),
-                _size(each.cost),
+                *map(_size, (each.forward_bytes, each.backward_bytes, each.memory_bytes)),
+                *map(_time, (each.exposed_s, each.waiting_s, each.latency_s, each.joining_s, each.cost_s)),
             )
             for each in self.costs
         ]
@@ -167,13 +200,36 @@ class ContextPlan:
         else:
             exposed = float(max(there + back for there, back in sent))
             num_exchanges = 4 if way == HEADS else 3
-        waiting = 0.0
-        if way != HEADS:
-            work = [sum(self._pairs(rank)) for rank in ranks]
-            waiting = self._bytes_meanwhile(max(work) - sum(work) / len(work), 1 + BACKWARD_FLOPS)
-        cost = exposed + waiting + num_exchanges * self.machine.latency_bytes
-        memory = max(self._memory_bytes(rank, way) for rank in ranks)
-        return WayCost(way, forward, backward, exposed, waiting, num_exchanges, memory, cost)
+        machine, mean_s = self.machine, self._mean_s
+        most_s = max(self._computing_s(sum(self._pairs(rank)), 1 + BACKWARD_FLOPS) for rank in ranks)
+        return WayCost(
+            way,
+            forward,
+            backward,
+            exposed,
+            num_exchanges,
+            memory_bytes=max(self._memory_bytes(rank, way) for rank in ranks),
+            exposed_s=exposed / machine.bytes_per_s,
+            waiting_s=0.0 if way == HEADS else most_s - mean_s,
+            latency_s=num_exchanges * machine.latency_s * min(1.0, machine.ahead_s / mean_s if mean_s else 1.0),
+            joining_s=max(self._num_joined(rank, way) for rank in ranks) * machine.join_s,
+        )
+
+    @cached_property
+    def _mean_s(self) -> float:
+        """The time of a rank's share of the computing."""
+        ranks = range(self.parts.num_ranks)
+        return self._computing_s(sum(sum(self._pairs(rank)) for rank in ranks) / len(ranks), 1 + BACKWARD_FLOPS)
+
+    def _num_joined(self, rank: int, way: str) -> int:
+        """The elements of results that are joined to those of another piece."""
+        num_positions = self.parts.size(rank)
+        if way == HEADS:
+            num_positions *= _COPIES_OF_HEADS
+        else:
+            pieces = (piece for step in self.steps(rank, way) for piece in step.pieces)
+            num_positions = max(0, sum(len(piece.queries) for piece in pieces) - num_positions)
+        return self.shape.batch_size * self.shape.num_heads * self.shape.value_dim * num_positions
 
     def _exposed_in_ring(self, rank: int) -> float:
         """The bytes of each exchange, as far as the step before takes less time."""
@@ -200,9 +256,12 @@ class ContextPlan:
 
     def _bytes_meanwhile(self, num_pairs: float, times: float) -> float:
         """The bytes that are sent while so many pairs are computed so many times."""
+        return self._computing_s(num_pairs, times) * self.machine.bytes_per_s
+
+    def _computing_s(self, num_pairs: float, times: float) -> float:
         shape = self.shape
         flops = 2 * shape.batch_size * shape.num_heads * (shape.head_dim + shape.value_dim) * num_pairs
-        return times * flops / self.machine.flops_per_byte
+        return times * flops / self.machine.flops_per_s
 
     def _memory_bytes(self, rank: int, way: str) -> int:
         shape = self.shape
@@ -244,3 +303,7 @@ def _size(num_bytes: float) -> str:
         if abs(num_bytes) >= factor:
             return f"{num_bytes / factor:.1f} {unit}"
     return f"{num_bytes:.0f} B"
+
+
+def _time(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms"
