@@ -109,6 +109,7 @@ class Rule:
     `shards_unevenly` False: operands are never left in pieces of different sizes (some of them empty, perhaps).
     `takes_blocks` False: where a dim is cut, each rank must have consecutive elements of it.
     `reads_numbers` True: the signatures depend on the values of floats among the arguments.
+    `reads_numbers_of_partial` True: so they do where an operand is partial.
     `goes_by_layout` True: which signatures there are, and whether `localize` returns the operator itself, depends on
     sizes only through which of them are one, as long as cuts are even.
     `computes_by_layout` True: it goes by layout, and what `localize` returns does so as well, sizes aside.
@@ -123,6 +124,7 @@ class Rule:
     shards_unevenly: bool = True
     takes_blocks: bool = True
     reads_numbers: bool = False
+    reads_numbers_of_partial: bool = False
     goes_by_layout: bool = False
     computes_by_layout: bool = False
     joint: Callable[[OpCall], Propagation | None] | None = None

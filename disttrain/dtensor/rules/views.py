@@ -136,7 +136,7 @@ RULES: dict[str, Rule] = {
     "aten.diagonal_backward": Rule(_copying(_diagonal_backward), with_local_size("input_sizes")),
     "aten.expand": Rule(_copying(_expand), with_local_size("size")),
     "aten.permute": Rule(_copying(_permute)),
-    "aten.squeeze": Rule(_copying(_squeeze), _squeeze_parts),
+    "aten.squeeze": Rule(_copying(_squeeze), _squeeze_parts, goes_by_layout=True, computes_by_layout=True),
     "aten.t": Rule(_copying(_t)),
     "aten.transpose": Rule(_copying(_transpose)),
     "aten.unbind": Rule(_copying(_unbind)),
