@@ -50,7 +50,7 @@ from disttrain.dtensor.dispatch.mixed import (
 from disttrain.dtensor.dispatch.outputs.global_outputs import global_outputs
 from disttrain.dtensor.dispatch.outputs.true_strides import rewrapped, with_true_strides
 from disttrain.dtensor.dispatch.propagate import propagate
-from disttrain.dtensor.dispatch.sizes.any_size import AnySize, AnySizePlan, Choice, any_size_plan, are_equal, moves_operands
+from disttrain.dtensor.dispatch.sizes.any_size import AnySize, AnySizePlan, Choice, any_size_plan, are_equal, moves_operands, numbers_of
 from disttrain.dtensor.dispatch.sizes.sized_views import SizedView
 from disttrain.dtensor.dispatch.whole import run_whole, values_of
 from disttrain.dtensor.foreign import check_ours
@@ -161,12 +161,15 @@ def _run_in_new_size(
     kwargs: dict[str, Any],
 ) -> Any:
     """A call that was planned for other sizes, and is then kept for its own."""
-    ran = any_size.run(wrap, args, kwargs)
+    is_alike = any_size.numbers is None or any_size.numbers == numbers_of(args, kwargs)
+    ran = any_size.run(wrap, args, kwargs) if is_alike else None
     if ran is None:
         run = _plan(wrap, op, args, kwargs).run
         result = run(args, kwargs)
     else:
         run, result, specs = ran
+        if any_size.numbers is not None:
+            run = _while_numbers_last(wrap, op, args, kwargs, run)
         if not _is_inexact(leader.dtype):
             run = _while_dtype_lasts(wrap, op, (leader,), next(spec.dtype for spec in specs if spec), run)
     _keep(leader.plans, key, run)
@@ -276,7 +279,7 @@ def _plan_by_rule(
 
         def bound(call: OpCall) -> Run:
             run = bind(wrap, call, rule, propagation)
-            if rule.reads_numbers or (rule.reads_numbers_of_partial and any(spec and spec.layout.has_partial for spec in specs)):
+            if rule.depends_on_numbers(specs):
                 run = _while_numbers_last(wrap, op, args, kwargs, run)
             return _while_dtype_lasts(wrap, op, specs, outputs[0].dtype if outputs else torch.bool, run)
 
@@ -290,11 +293,11 @@ def _plan_by_rule(
 
 def _while_numbers_last(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run) -> Run:
     """`run` for calls with the same floats, which are not in the key."""
-    numbers = _numbers(args, kwargs)
+    numbers = numbers_of(args, kwargs)
     if not numbers:
         return run
     if len(args) > 2 or kwargs:
-        return _while(lambda args, kwargs: _numbers(args, kwargs) == numbers, run, wrap, op)
+        return _while(lambda args, kwargs: numbers_of(args, kwargs) == numbers, run, wrap, op)
     (number,) = numbers
 
     # A norm of many tensors, one by one, comes here: `_while` would call twice for each.
@@ -323,10 +326,6 @@ def _while(holds: Callable[[tuple[Any, ...], dict[str, Any]], bool], run: Run, w
 
 def _is_inexact(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
-
-
-def _numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float | complex]:
-    return [value for value in (*args, *kwargs.values()) if isinstance(value, float | complex)]
 
 
 def _has_symbols(args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[Spec | None]) -> bool:

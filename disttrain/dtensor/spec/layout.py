@@ -81,6 +81,13 @@ class Layout:
             self._replicated = whole
         return self._replicated
 
+    def even_part(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of each rank's part of a tensor that is cut evenly, into pieces that are no blocks of others."""
+        sizes = [*shape]
+        for dim, num_pieces in self.even_cuts or ():
+            sizes[dim] //= num_pieces
+        return tuple(sizes)
+
     def concrete(self) -> Layout:
         """The same for the sizes at hand: a graph in which this is asked for is for these alone."""
         if not self.is_symbolic:
@@ -206,10 +213,7 @@ class Spec:
             if coordinate is None:
                 self._local_shape = (0,) * len(self.shape)
             elif self.is_even:
-                sizes = list(self.shape)
-                for dim, num_pieces in self.layout.even_cuts or ():
-                    sizes[dim] //= num_pieces
-                self._local_shape = tuple(sizes)
+                self._local_shape = self.layout.even_part(self.shape)
             else:
                 self._local_shape = local_shape(self.shape, self.mesh.shape, coordinate, self.placements)
         return self._local_shape

@@ -8,7 +8,7 @@ is kept, and is bound to each size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from disttrain.dtensor.dispatch.sizes.sized_views import SizedView, sized_view
 from disttrain.dtensor.redistribute.many import Move, Moves
 from disttrain.dtensor.rules import Compute, OpCall, Propagation, Rule
 from disttrain.dtensor.spec.layout import Layout, Spec
+from disttrain.dtensor.spec.shard_sizes import is_permuted, strides_in_order
 
 Source = tuple[int, int, int]
 """A dim of the result that is cut, the operand that has a dim of its size, and that dim."""
@@ -50,6 +51,8 @@ class AnySizePlan(NamedTuple):
     """True where the operands are the first arguments."""
     moves: tuple[tuple[int, Layout], ...] = ()
     """Operands that are redistributed first; all have one shape and one dtype then."""
+    numbers: list[float | complex] | None = None
+    """For calls with these numbers; None where they don't matter."""
 
     def run(
         self, wrap: Wrap, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -89,17 +92,20 @@ class AnySizePlan(NamedTuple):
 
     def _spec(self, index: int, part: torch.Tensor, operands: Sequence[Any]) -> Spec | None:
         """The spec of a result; None where the part's strides don't tell the whole's."""
-        if not part.is_contiguous():
-            return None
+        is_contiguous = part.is_contiguous()
         alike = self.alike[index]
-        if alike is not None and part.shape == operands[alike]._local_tensor.shape:
+        if is_contiguous and alike is not None and part.shape == operands[alike]._local_tensor.shape:
             spec: Spec = operands[alike]._spec
             if part.dtype is spec.dtype:
                 return spec
         shape = [*part.shape]
         for dim, operand, operand_dim in self.sources[index]:
             shape[dim] = operands[operand]._spec.shape[operand_dim]
-        return Spec.even(self.layouts[index], tuple(shape), tuple(part.shape), part.dtype)
+        if is_contiguous:
+            return Spec.even(self.layouts[index], tuple(shape), tuple(part.shape), part.dtype)
+        if not _shows_order(part):
+            return None
+        return Spec.interned(self.layouts[index], tuple(shape), strides_in_order(shape, part.stride()), part.dtype)
 
     def _bound(
         self,
@@ -116,6 +122,16 @@ class AnySizePlan(NamedTuple):
         if self.leads and not moves and not self.is_tuple and only is not None:
             return simple(wrap, self.compute, len(self.positions), len(args), kwargs, only)
         return placed(wrap, self.compute, self.positions, specs, moves)
+
+
+def _shows_order(tensor: torch.Tensor) -> bool:
+    """True for a tensor that is contiguous but for the order of its dims, which its strides tell."""
+    return min(tensor.shape, default=0) > 1 and is_permuted(tensor.shape, tensor.stride())
+
+
+def numbers_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[float | complex]:
+    """The arguments of which a key has the type alone."""
+    return [value for value in (*args, *kwargs.values()) if isinstance(value, float | complex)]
 
 
 def moves_operands(call: OpCall, propagation: Propagation) -> bool:
@@ -138,9 +154,9 @@ AnySize = AnySizePlan | SizedView | Choice | Run
 def any_size_plan(call: OpCall, rule: Rule, propagation: Propagation, run: Run) -> AnySize | None:
     """The plan for all sizes of a call that `run` runs, or else the choice; None when its result depends on sizes in
     other ways."""
-    if rule.reads_numbers or call.facts.returns_list > call.facts.is_view or None in call.operands:
+    if call.facts.returns_list > call.facts.is_view or None in call.operands:
         return None
-    if rule.reads_numbers_of_partial and any(spec is not None and spec.layout.has_partial for spec in call.operands):
+    if rule.depends_on_numbers(call.operands) and not rule.goes_by_layout:
         return None
     if call.facts.mutated:
         return run if _writes_parts(call, rule, propagation) else None
@@ -157,7 +173,9 @@ def _writes_parts(call: OpCall, rule: Rule, propagation: Propagation) -> bool:
     is_floating = call.operand.dtype.is_floating_point or call.operand.dtype.is_complex
     if not (is_in_place and is_floating and leads_with_tensors(call)) or moves_operands(call, propagation):
         return False
-    return rule.localize is None and rule.joint is None and propagation.results[0] is call.operand.layout
+    if rule.localize is not None and not (rule.goes_by_layout and rule.localize(call, propagation) is call.op):
+        return False
+    return rule.joint is None and propagation.results[0] is call.operand.layout
 
 
 def _without_sizes(call: OpCall, rule: Rule, propagation: Propagation) -> AnySizePlan | None:
@@ -166,13 +184,13 @@ def _without_sizes(call: OpCall, rule: Rule, propagation: Propagation) -> AnySiz
     compute = binding_of(call.op)
     if rule.localize is not None:
         local = rule.localize(call, propagation) if rule.goes_by_layout else None
-        if local is not call.op and not (local is not None and rule.computes_by_layout):
+        if local is not call.op and not (local is not None and rule.computes_by_layout(call)):
             return None
         compute = compute if local is call.op else local
     positions = _positions(call)
     if positions is not None and len(positions) != len(call.operands):
         return None
-    if not call.outputs or not all(output.is_contiguous() for output in call.outputs):
+    if not call.outputs or not all(output.is_contiguous() or _shows_order(output) for output in call.outputs):
         return None
     moves = [
         (index, moved)
@@ -191,10 +209,11 @@ def _without_sizes(call: OpCall, rule: Rule, propagation: Propagation) -> AnySiz
     alike = [
         _alike(call, layout, output.dtype) for layout, output in zip(propagation.results, call.outputs, strict=True)
     ]
+    numbers = numbers_of(call.arguments, call.keywords) if rule.depends_on_numbers(call.operands) else None
     leads = positions is not None and positions == tuple(range(len(positions)))
     is_tuple = len(call.facts.returned) > 1
     return AnySizePlan(
-        compute, positions, propagation.results, tuple(sources), tuple(alike), is_tuple, leads, tuple(moves)
+        compute, positions, propagation.results, tuple(sources), tuple(alike), is_tuple, leads, tuple(moves), numbers
     )
 
 
