@@ -193,6 +193,11 @@ class Spec:
         return cls(layout, shape, contiguous_strides(shape), dtype)
 
     @property
+    def is_contiguous(self) -> bool:
+        """True for the strides that a new tensor has; sizes are no symbols."""
+        return self.stride == contiguous_strides(self.shape)
+
+    @property
     def ndim(self) -> int:
         """Number of tensor dims."""
         return len(self.shape)
@@ -246,8 +251,7 @@ class Spec:
     def _found_form(self) -> tuple[Any, ...] | None:
         if self.view_copy is not None or not (self.is_even or self._has_even_blocks()):
             return None
-        is_contiguous = self.stride == contiguous_strides(self.shape)
-        return (self.layout, self.dtype, is_contiguous, *_ones(self.shape, self.local_shape))
+        return (self.layout, self.dtype, self.is_contiguous, *_ones(self.shape, self.local_shape))
 
     def _has_even_blocks(self) -> bool:
         """As `is_even`, where cuts are strided."""

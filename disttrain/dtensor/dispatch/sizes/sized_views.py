@@ -37,7 +37,7 @@ class SizedView(NamedTuple):
 
     def _results(self, leader: Spec, args: Sequence[Any]) -> list[Spec]:
         op = self.call.op
-        if op in REGROUPING:
+        if op in REGROUPING and leader.is_contiguous:
             shape = regrouping(leader.shape, tuple(args[1]))[0]
             assert shape is not None  # else there is no form
             return [Spec.even(self.layout, shape, self.layout.even_part(shape), leader.dtype)]
@@ -58,9 +58,11 @@ def sized_view(call: OpCall, rule: Rule, propagation: Propagation) -> SizedView 
     is_sized = call.op in SIZED
     if not (call.facts.is_view or is_sized) or call.keywords or not call.outputs:
         return None
-    is_usual = call.operand.form is not None and call.operand.form[2]
+    # What is reshaped is no view where its strides don't allow it.
+    if call.op is _UNSAFE_VIEW and not call.operand.is_contiguous:
+        return None
     if is_sized:
-        return SizedView(call, propagation.results[0], None) if is_usual or call.op is EXPAND else None
+        return SizedView(call, propagation.results[0], None)
     if rule.joint is not None or (rule.fetch is not None and rule.fetch(call, propagation) is not None):
         return None
     compute: Compute = binding_of(call.op)
