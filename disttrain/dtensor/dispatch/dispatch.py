@@ -50,7 +50,15 @@ from disttrain.dtensor.dispatch.mixed import (
 from disttrain.dtensor.dispatch.outputs.global_outputs import global_outputs
 from disttrain.dtensor.dispatch.outputs.true_strides import rewrapped, with_true_strides
 from disttrain.dtensor.dispatch.propagate import propagate
-from disttrain.dtensor.dispatch.sizes.any_size import AnySize, AnySizePlan, Choice, any_size_plan, are_equal, moves_operands, numbers_of
+from disttrain.dtensor.dispatch.sizes.any_size import (
+    AnySize,
+    AnySizePlan,
+    Choice,
+    any_size_plan,
+    are_equal,
+    moves_operands,
+    numbers_of,
+)
 from disttrain.dtensor.dispatch.sizes.sized_views import SizedView
 from disttrain.dtensor.dispatch.whole import run_whole, values_of
 from disttrain.dtensor.foreign import check_ours

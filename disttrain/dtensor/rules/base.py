@@ -122,8 +122,7 @@ class Rule:
     `reads_numbers_of_partial` True: so they do where an operand is partial.
     `goes_by_layout` True: which signatures there are, and whether `localize` returns the operator itself, depends on
     sizes only through which of them are one, as long as cuts are even.
-    `computes_by_layout`, where it goes by layout: whether what `localize` returns for such a call does so as well, sizes
-    aside.
+    `computes_by_layout`, where it goes by layout: whether what `localize` returns for such a call does so as well.
     `joint`, where axes that cut one dim must be looked at together: decides in place of `signatures`, unless it
     returns None. `fetch`, for operators with one operand: how its part gets to where the operator can be computed,
     where that is more than a redistribution; None for nothing. `outputs`: the results for the global shapes, where a

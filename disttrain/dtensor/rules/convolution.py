@@ -86,5 +86,7 @@ def _lacks_channels_in(call: OpCall, propagation: Propagation) -> bool:
 
 RULES = {
     "aten.convolution": Rule(signatures_of(convolution), _forward, goes_by_layout=True),
-    "aten.convolution_backward": Rule(signatures_of(convolution), _backward, goes_by_layout=True, computes_by_layout=always),
+    "aten.convolution_backward": Rule(
+        signatures_of(convolution), _backward, goes_by_layout=True, computes_by_layout=always
+    ),
 }

@@ -8,7 +8,16 @@ from typing import Any
 
 import torch
 
-from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated, always, result_specs
+from disttrain.dtensor.rules.base import (
+    Compute,
+    OpCall,
+    Propagation,
+    Rule,
+    Signature,
+    all_replicated,
+    always,
+    result_specs,
+)
 from disttrain.dtensor.rules.parts import highest, kept, lowest, operand_part, partials_of
 from disttrain.dtensor.spec.placement import NormPartial, Partial, Placement, Shard
 

@@ -174,9 +174,7 @@ def _is_along_whole(call: OpCall) -> bool:
     return all(placement.cut_dim != dim for placement in call.operand.placements)
 
 
-_SLICES = Rule(
-    _sliced, _sliced_parts, fetch=_fetch_slices, goes_by_layout=True, computes_by_layout=_is_along_whole
-)
+_SLICES = Rule(_sliced, _sliced_parts, fetch=_fetch_slices, goes_by_layout=True, computes_by_layout=_is_along_whole)
 
 RULES: dict[str, Rule] = {
     "aten.select": Rule(

@@ -228,7 +228,13 @@ def _positions(call: OpCall) -> tuple[int, ...] | None:
 def _alike(call: OpCall, layout: Layout, dtype: torch.dtype) -> int | None:
     """The first operand that is contiguous, as results are, and has this layout and dtype."""
     for index, spec in enumerate(call.operands):
-        if spec is not None and spec.layout is layout and spec.dtype is dtype and spec.form is not None and spec.form[2]:
+        if (
+            spec is not None
+            and spec.layout is layout
+            and spec.dtype is dtype
+            and spec.form is not None
+            and spec.form[2]
+        ):
             return index
     return None
 

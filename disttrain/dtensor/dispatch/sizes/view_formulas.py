@@ -20,7 +20,7 @@ def views_of(op: OpOverload, shape: Sequence[int], stride: Sequence[int], args: 
     if formula is None:
         return None
     views = formula(list(shape), list(stride), *args)
-    return views and [(tuple(sizes), tuple(strides)) for sizes, strides in views]
+    return None if views is None else [(tuple(sizes), tuple(strides)) for sizes, strides in views]
 
 
 _Views = Sequence[tuple[Sequence[int], Sequence[int]]] | None
