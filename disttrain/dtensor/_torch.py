@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from operator import attrgetter
 from typing import Any, Final, NoReturn, TypeVar, cast
 
@@ -52,6 +52,7 @@ BOUND_LINALG = frozenset(["linalg_vector_norm"])
 """Operators whose Python function or method in torch has the same name and the same arguments."""
 
 
+@cache
 def binding_of(op: OpOverload) -> Callable[..., Any]:
     """The fastest way to call `op` from Python: a generated binding parses arguments in half the time of a schema's
     call.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from disttrain.dtensor import (
     Spec,
     StridedShard,
     distribute_tensor,
+    implicit_replication,
 )
 from disttrain.dtensor.dispatch import dispatch
 from disttrain.dtensor.dispatch.outputs import global_outputs
@@ -80,6 +82,63 @@ def test_a_call_is_planned_once_and_not_again_for_other_sizes(monkeypatch: pytes
     run_threads(2, body)
     # On both ranks.
     assert planned.count("aten.mul") == 2 * (1 + 1 + 2)
+
+
+ATEN = torch.ops.aten
+CALLS_OF_ANY_LENGTH: dict[str, Callable[[Any], Any]] = {
+    "write": lambda x: (x + 0).add_(x).mul_(2.0).fill_(1.0),
+    "views": lambda x: x.transpose(1, 2).unsqueeze(1).squeeze(1).permute(2, 1, 0),
+    "of a slice": lambda x: x[..., 2:6].view(-1, 3, 2, 2),
+    "places": lambda x: torch.cat([x[:, 1], x[..., 1:4].sum(2), x.split([3, 5], 2)[1].sum(2)], 1),
+    "joined": lambda x: torch.cat([x, x * 2], 2),
+    "gradient of a slice": lambda x: ATEN.slice_backward(x, [x.shape[0], 3, 12], 2, 2, 10, 1),
+    "gradient of a place": lambda x: ATEN.select_backward(x, [x.shape[0], 5, 3, 8], 1, 2),
+    "attention": lambda x: torch.nn.functional.scaled_dot_product_attention(*[x.view(-1, 3, 2, 4).transpose(1, 2)] * 3),
+    "masked": lambda x: x.masked_fill(x > 5, 0.5),
+    "convolution": lambda x: torch.nn.functional.conv1d(x, torch.ones(2, 3, 2, dtype=x.dtype)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS_OF_ANY_LENGTH)
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)], ids=str)
+def test_a_call_of_any_length_is_planned_once(
+    name: str, mesh_shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = count_planned(monkeypatch)
+    call = CALLS_OF_ANY_LENGTH[name]
+
+    def body() -> None:
+        mesh = disttrain.init_device_mesh("cpu", mesh_shape)
+        for num_rows in (8, 12, 20, 16):
+            if num_rows == 20:
+                disttrain.barrier()
+                planned.clear()
+                disttrain.barrier()
+            whole = numbers(num_rows, 3, 8)
+            x = distribute_tensor(whole, mesh, [Shard(0)] * len(mesh_shape), src_data_rank=None)
+            with implicit_replication():
+                for _ in range(2):
+                    found, expected = call(x), call(whole)
+                    assert found.stride() == expected.stride()
+                    torch.testing.assert_close(found.full_tensor(), expected)
+
+    run_threads(torch.Size(mesh_shape).numel(), body)
+    assert planned == []
+
+
+def test_parts_of_one_row_are_not_broadcast_where_wholes_are_not() -> None:
+    def body() -> None:
+        mesh = disttrain.init_device_mesh("cpu", (4,))
+
+        def rows(num_rows: int) -> torch.Tensor:
+            return distribute_tensor(numbers(num_rows, 3), mesh, [Shard(0)], src_data_rank=None)
+
+        assert torch.equal((rows(8) + rows(8)).full_tensor(), 2 * numbers(8, 3))
+        with pytest.raises(RuntimeError, match="broadcast"):
+            rows(8) + rows(4)
+        assert torch.equal((rows(4) + rows(4)).full_tensor(), 2 * numbers(4, 3))
+
+    run_threads(4, body)
 
 
 def test_a_new_call_has_one_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,9 +52,9 @@ def bind(wrap: Wrap, call: OpCall, rule: Rule, propagation: Propagation) -> Run:
                 return simple(wrap, compute, len(call.operands), len(call.arguments), call.keywords, specs[0])
         if not call.facts.mutated:
             positions = [index for index, argument in enumerate(call.arguments) if isinstance(argument, torch.Tensor)]
-            return _placed(wrap, compute, positions, specs)
+            return placed(wrap, compute, positions, specs)
     if not moves and len(specs) == 1 and _is_of_one_list(call):
-        return _of_list(wrap, compute, specs[0])
+        return of_list(wrap, compute, specs[0])
     run = _general(wrap, call, compute, moves, specs, propagation)
     return _apart(run) if moves and call.facts.name == "aten._unsafe_view" else run
 
@@ -116,22 +116,6 @@ def simple(
     return run
 
 
-def running(
-    wrap: Wrap,
-    compute: Compute,
-    positions: Sequence[int],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    specs: Sequence[Spec | None],
-    moves: Sequence[Move] = (),
-) -> Run:
-    """For calls whose operands are in these positions: one tensor for each spec comes out."""
-    only = specs[0]
-    if not moves and len(specs) == 1 and only is not None and [*positions] == [*range(len(positions))]:
-        return simple(wrap, compute, len(positions), len(args), kwargs, only)
-    return _placed(wrap, compute, positions, specs, moves)
-
-
 def wrapped(wrap: Wrap, parts: Any, specs: Sequence[Spec | None]) -> Any:
     """DTensors of the parts that an operator returned; what has no spec is returned as it is."""
     if isinstance(parts, torch.Tensor):
@@ -145,14 +129,14 @@ def wrapped(wrap: Wrap, parts: Any, specs: Sequence[Spec | None]) -> Any:
     )
 
 
-def _of_list(wrap: Wrap, compute: Compute, spec: Spec) -> Run:
+def of_list(wrap: Wrap, compute: Compute, spec: Spec) -> Run:
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return wrap(compute([tensor._local_tensor for tensor in args[0]], *args[1:], **kwargs), spec)
 
     return run
 
 
-def _placed(
+def placed(
     wrap: Wrap,
     compute: Compute,
     positions: Sequence[int],

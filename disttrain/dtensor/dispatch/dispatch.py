@@ -32,9 +32,7 @@ from disttrain.dtensor.dispatch.call_plan import (
     Wrap,
     bind,
     replaced,
-    running,
     tensors_of,
-    wrapped,
     written_tensors,
 )
 from disttrain.dtensor.dispatch.even_bags import specs_of_even_bags
@@ -52,7 +50,15 @@ from disttrain.dtensor.dispatch.mixed import (
 from disttrain.dtensor.dispatch.outputs.global_outputs import global_outputs
 from disttrain.dtensor.dispatch.outputs.true_strides import rewrapped, with_true_strides
 from disttrain.dtensor.dispatch.propagate import propagate
-from disttrain.dtensor.dispatch.sizes.any_size import AnySizePlan, RuleChoice, any_size_plan, are_equal, moves_operands
+from disttrain.dtensor.dispatch.sizes.any_size import (
+    AnySize,
+    AnySizePlan,
+    RuleChoice,
+    any_size_plan,
+    are_equal,
+    moves_operands,
+    numbers_of,
+)
 from disttrain.dtensor.dispatch.sizes.sized_views import SizedView
 from disttrain.dtensor.dispatch.whole import run_whole, values_of
 from disttrain.dtensor.foreign import check_ours
@@ -75,7 +81,7 @@ class _Plan(NamedTuple):
     run: Run
     is_lasting: bool = False
     """True if it holds for all calls of the same key."""
-    any_size: AnySizePlan | SizedView | RuleChoice | None = None
+    any_size: AnySize | None = None
     """For calls that differ in sizes only."""
     as_seen: Callable[[Any], tuple[Run, Any] | None] | None = None
     """Of the first results: how to run calls with the strides that these have, and the results with these strides; None
@@ -105,32 +111,34 @@ def dispatch(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str
         key = key_of_call(op, args[1:], kwargs)
     run = None if leader is None else leader.plans.get(key)
     if run is None:
-        run = _run_for_new(wrap, op, args, kwargs, leader, key)
+        return _run_new(wrap, op, args, kwargs, leader, key)
     return run(args, kwargs)
 
 
-def _run_for_new(
+def _run_new(
     wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], leader: Spec | None, key: Key | None
-) -> Run:
-    """Plans a call for which there is no plan yet, and keeps the plan for calls like it."""
+) -> Any:
+    """Runs a call for which there is no plan yet, and keeps the plan for calls like it."""
     if leader is None or key is None or leader.is_symbolic:
-        return _plan(wrap, op, args, kwargs).run
+        return _plan(wrap, op, args, kwargs).run(args, kwargs)
     form = form_of_key(leader, key)
-    any_size: AnySizePlan | SizedView | RuleChoice | None = leader.layout.plans.get(form)
+    any_size = None if form is None else leader.layout.plans.get(form)
     if type(any_size) is AnySizePlan:
-        return partial(_run_in_new_size, wrap, op, leader, key, any_size)
-    if type(any_size) is SizedView:
-        run = any_size.bound(wrap, leader, args)
+        return _run_in_new_size(wrap, op, leader, key, any_size, args, kwargs)
+    if any_size is not None and type(any_size) is not RuleChoice:
+        run = any_size.bound(wrap, leader, args) if type(any_size) is SizedView else any_size
         _keep(leader.plans, key, run)
-        return run
-    plan = None if type(any_size) is not RuleChoice else _plan_as_chosen(wrap, op, args, kwargs, any_size)
+        return run(args, kwargs)
+    plan = None if any_size is None else _plan_as_chosen(wrap, op, args, kwargs, any_size)
     if plan is None:
         plan = _plan(wrap, op, args, kwargs)
     if plan.is_lasting:
         _keep(leader.plans, key, plan.run)
     if form is not None and plan.any_size is not None:
         _keep(leader.layout.plans, form, plan.any_size)
-    return plan.run if plan.as_seen is None else partial(_run_first, leader, key, plan.run, plan.as_seen)
+    if plan.as_seen is None:
+        return plan.run(args, kwargs)
+    return _run_first(leader, key, plan.run, plan.as_seen, args, kwargs)
 
 
 def _run_first(
@@ -161,16 +169,17 @@ def _run_in_new_size(
     kwargs: dict[str, Any],
 ) -> Any:
     """A call that was planned for other sizes, and is then kept for its own."""
-    moves = any_size.moving(args)
-    parts, specs = (None, None) if moves is None else any_size.parts_and_specs(args, kwargs, moves)
-    if specs is None or moves is None:
+    is_alike = any_size.numbers is None or any_size.numbers == numbers_of(args, kwargs)
+    ran = any_size.run(wrap, args, kwargs) if is_alike else None
+    if ran is None:
         run = _plan(wrap, op, args, kwargs).run
         result = run(args, kwargs)
     else:
-        run = running(wrap, any_size.compute, any_size.positions, args, kwargs, specs, moves)
+        run, result, specs = ran
+        if any_size.numbers is not None:
+            run = _while_numbers_last(wrap, op, args, kwargs, run)
         if not _is_inexact(leader.dtype):
             run = _while_dtype_lasts(wrap, op, (leader,), next(spec.dtype for spec in specs if spec), run)
-        result = wrapped(wrap, parts, specs)
     _keep(leader.plans, key, run)
     return result
 
@@ -278,7 +287,7 @@ def _plan_by_rule(
 
         def bound(call: OpCall) -> Run:
             run = bind(wrap, call, rule, propagation)
-            if rule.reads_numbers:
+            if rule.depends_on_numbers(specs):
                 run = _while_numbers_last(wrap, op, args, kwargs, run)
             return _while_dtype_lasts(wrap, op, specs, outputs[0].dtype if outputs else torch.bool, run)
 
@@ -286,16 +295,17 @@ def _plan_by_rule(
             seen = None if moves_operands(call, propagation) else with_true_strides(call, results)
             return None if seen is None else (bound(seen), rewrapped(wrap, results, seen.outputs))
 
-        return _Plan(bound(call), True, choice or any_size_plan(call, rule, propagation), as_seen)
+        run = bound(call)
+        return _Plan(run, True, choice or any_size_plan(call, rule, propagation, run), as_seen)
 
 
 def _while_numbers_last(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], run: Run) -> Run:
     """`run` for calls with the same floats, which are not in the key."""
-    numbers = _numbers(args, kwargs)
+    numbers = numbers_of(args, kwargs)
     if not numbers:
         return run
     if len(args) > 2 or kwargs:
-        return _while(lambda args, kwargs: _numbers(args, kwargs) == numbers, run, wrap, op)
+        return _while(lambda args, kwargs: numbers_of(args, kwargs) == numbers, run, wrap, op)
     (number,) = numbers
 
     # A norm of many tensors, one by one, comes here: `_while` would call twice for each.
@@ -324,10 +334,6 @@ def _while(holds: Callable[[tuple[Any, ...], dict[str, Any]], bool], run: Run, w
 
 def _is_inexact(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
-
-
-def _numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float | complex]:
-    return [value for value in (*args, *kwargs.values()) if isinstance(value, float | complex)]
 
 
 def _has_symbols(args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[Spec | None]) -> bool:

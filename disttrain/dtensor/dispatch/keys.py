@@ -92,7 +92,13 @@ def form_of_key(leader: Spec, key: Key) -> Key | None:
         return None
     parts: list[Any] = [leader.form]
     for part in shortened:
-        form = part.form if type(part) is Spec else part
+        form = part
+        if type(part) is Spec:
+            form = part.form
+        elif type(part) is tuple and part and type(part[0]) is Spec:
+            form = tuple([each.form if type(each) is Spec else each for each in part])
+            if None in form:
+                return None
         if form is None and part is not None:
             return None
         parts.append(form)

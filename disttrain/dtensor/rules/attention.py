@@ -53,7 +53,13 @@ _OPERATORS = (
 def _rule(name: str) -> Rule:
     # Kernels on GPUs return numbers beside tensors, which a rank with an empty part would have to make up.
     may_be_uneven = name.removesuffix(_BACKWARD).endswith("_for_cpu")
-    return Rule(signatures_of(attention), zeros_where_empty, shards_unevenly=may_be_uneven, reads_numbers=True)
+    return Rule(
+        signatures_of(attention),
+        zeros_where_empty,
+        shards_unevenly=may_be_uneven,
+        reads_numbers=True,
+        goes_by_layout=True,
+    )
 
 
 RULES = {name: _rule(name) for operator in _OPERATORS for name in (operator, operator + _BACKWARD)}

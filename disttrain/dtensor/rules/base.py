@@ -102,6 +102,16 @@ Compute = Callable[..., Any]
 Localize = Callable[[OpCall, Propagation], Compute]
 
 
+def never(_: OpCall) -> bool:
+    """False for all calls."""
+    return False
+
+
+def always(_: OpCall) -> bool:
+    """True for all calls."""
+    return True
+
+
 @dataclass(frozen=True)
 class Rule:
     """The sharding rule of an operator. `localize` None: the operator itself, on the parts.
@@ -109,9 +119,10 @@ class Rule:
     `shards_unevenly` False: operands are never left in pieces of different sizes (some of them empty, perhaps).
     `takes_blocks` False: where a dim is cut, each rank must have consecutive elements of it.
     `reads_numbers` True: the signatures depend on the values of floats among the arguments.
+    `reads_numbers_of_partial` True: so they do where an operand is partial.
     `goes_by_layout` True: which signatures there are, and whether `localize` returns the operator itself, depends on
     sizes only through which of them are one, as long as cuts are even.
-    `computes_by_layout` True: it goes by layout, and what `localize` returns does so as well, sizes aside.
+    `computes_by_layout`, where it goes by layout: whether what `localize` returns for such a call does so as well.
     `joint`, where axes that cut one dim must be looked at together: decides in place of `signatures`, unless it
     returns None. `fetch`, for operators with one operand: how its part gets to where the operator can be computed,
     where that is more than a redistribution; None for nothing. `outputs`: the results for the global shapes, where a
@@ -123,11 +134,17 @@ class Rule:
     shards_unevenly: bool = True
     takes_blocks: bool = True
     reads_numbers: bool = False
+    reads_numbers_of_partial: bool = False
     goes_by_layout: bool = False
-    computes_by_layout: bool = False
+    computes_by_layout: Callable[[OpCall], bool] = never
     joint: Callable[[OpCall], Propagation | None] | None = None
     fetch: Callable[[OpCall, Propagation], Fetch | None] | None = None
     outputs: Callable[[OpCall], tuple[torch.Tensor, ...]] | None = None
+
+    def depends_on_numbers(self, operands: Sequence[Spec | None]) -> bool:
+        """Whether the signatures for these operands depend on the values of floats among the arguments."""
+        is_partial = self.reads_numbers_of_partial and any(spec and spec.layout.has_partial for spec in operands)
+        return self.reads_numbers or is_partial
 
 
 def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:

@@ -205,6 +205,10 @@ def _whole(call: OpCall) -> None:
 RULES = {
     **{f"aten.{name}": Rule(signatures_of(batched), zeros_where_empty) for name in _NUM_CORE_DIMS},
     **{
+        f"aten.{name}": Rule(signatures_of(batched), zeros_where_empty, goes_by_layout=True)
+        for name in (*_PLANES, *_SELECTIONS)
+    },
+    **{
         f"aten.{name}_backward": Rule(signatures_of(batched), _with_local_size)
         for name in _PLANES
         if "upsample" in name

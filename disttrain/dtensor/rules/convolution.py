@@ -15,7 +15,7 @@ from disttrain.dtensor.rules.axis_map import (
     with_arguments,
     zeros,
 )
-from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, result_specs
+from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, always, result_specs
 
 
 def convolution(call: OpCall) -> AxisMap | None:
@@ -85,6 +85,8 @@ def _lacks_channels_in(call: OpCall, propagation: Propagation) -> bool:
 
 
 RULES = {
-    "aten.convolution": Rule(signatures_of(convolution), _forward),
-    "aten.convolution_backward": Rule(signatures_of(convolution), _backward),
+    "aten.convolution": Rule(signatures_of(convolution), _forward, goes_by_layout=True),
+    "aten.convolution_backward": Rule(
+        signatures_of(convolution), _backward, goes_by_layout=True, computes_by_layout=always
+    ),
 }

@@ -63,6 +63,6 @@ def _look_up(call: OpCall, propagation: Propagation) -> Compute:
 
 
 RULES = {
-    "aten.embedding": Rule(signatures_of(embedding), _look_up, takes_blocks=False),
-    "aten.embedding_dense_backward": Rule(signatures_of(embedding_backward), zeros_where_empty),
+    "aten.embedding": Rule(signatures_of(embedding), _look_up, takes_blocks=False, goes_by_layout=True),
+    "aten.embedding_dense_backward": Rule(signatures_of(embedding_backward), zeros_where_empty, goes_by_layout=True),
 }

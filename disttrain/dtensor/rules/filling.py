@@ -96,7 +96,7 @@ def _filling(call: OpCall, value: int) -> Compute:
 
 _LIKE = Rule(like)
 _SIZED = Rule(sized, localize_sized)
-_FILL = Rule(fill, localize_fill)
+_FILL = Rule(fill, localize_fill, goes_by_layout=True)
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(("aten.empty_like", "aten.full_like", "aten.ones_like", "aten.zeros_like"), _LIKE),

@@ -46,10 +46,11 @@ def _forward(call: OpCall, propagation: Propagation) -> Compute:
         return call.op
     if call.argument("reduction") != MEAN:
         return guarded(call, propagation, own_terms)
-    num_classes = scores.shape[classes_dim]
+    num_others = scores.shape[classes_dim] - scores.local_shape[classes_dim]
     own_sum = guarded(call, propagation, own_terms)
 
     def mean(part: torch.Tensor, target: torch.Tensor, weight: Any, reduction: int, ignored: int) -> Any:
+        num_classes = part.shape[classes_dim] + num_others
         is_wrong = ((target < 0) | (target >= num_classes)) & (target != ignored)
         total, total_weight = own_sum(part, target.masked_fill(is_wrong, ignored), weight, _SUM, ignored)
         terms = torch.stack([total, total_weight, is_wrong.sum().to(total.dtype)])
@@ -97,8 +98,17 @@ def _scores(call: OpCall, propagation: Propagation) -> tuple[Spec, int]:
     return spec, min(1, len(spec.shape) - 1)
 
 
-_FORWARD = Rule(signatures_of(likelihood), _forward, takes_blocks=False)
-_BACKWARD = Rule(signatures_of(likelihood), _backward, takes_blocks=False)
+def _has_all_classes(call: OpCall) -> bool:
+    """True where no axis cuts the classes: a part of the targets then counts them as the whole does."""
+    scores = operand_called(call, "self")
+    assert scores is not None
+    return all(placement.cut_dim != min(1, scores.ndim - 1) for placement in scores.placements)
+
+
+_FORWARD = Rule(
+    signatures_of(likelihood), _forward, takes_blocks=False, goes_by_layout=True, computes_by_layout=_has_all_classes
+)
+_BACKWARD = Rule(signatures_of(likelihood), _backward, takes_blocks=False, goes_by_layout=True)
 
 RULES = {
     "aten.nll_loss2d_backward": _BACKWARD,

@@ -188,5 +188,5 @@ POINTWISE = Rule(pointwise)
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys((*_COPIES, *_UNTAGGED), POINTWISE),
-    _WHERE_ZERO: Rule(pointwise, reads_numbers=True),
+    _WHERE_ZERO: Rule(pointwise, reads_numbers_of_partial=True),
 }

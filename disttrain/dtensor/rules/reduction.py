@@ -8,7 +8,16 @@ from typing import Any
 
 import torch
 
-from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, all_replicated, result_specs
+from disttrain.dtensor.rules.base import (
+    Compute,
+    OpCall,
+    Propagation,
+    Rule,
+    Signature,
+    all_replicated,
+    always,
+    result_specs,
+)
 from disttrain.dtensor.rules.parts import highest, kept, lowest, operand_part, partials_of
 from disttrain.dtensor.spec.placement import NormPartial, Partial, Placement, Shard
 
@@ -179,7 +188,7 @@ def _neutral_value(kind: Partial, dtype: torch.dtype) -> float | int | bool:
             return 0
 
 
-_RULE = Rule(reduction, localize, goes_by_layout=True, computes_by_layout=True)
+_RULE = Rule(reduction, localize, goes_by_layout=True, computes_by_layout=always)
 _BY_ORDER = Rule(reduction, localize, reads_numbers=True)
 
 RULES: dict[str, Rule] = {

@@ -168,10 +168,18 @@ def _select_backward_parts(call: OpCall, propagation: Propagation) -> Compute:
     return with_argument(call, "input_sizes", result_spec(call, propagation).local_shape)
 
 
-_SLICES = Rule(_sliced, _sliced_parts, fetch=_fetch_slices)
+def _is_along_whole(call: OpCall) -> bool:
+    """True where no axis cuts the dim: a part's elements are then the same as the whole's."""
+    dim = _dim(call)
+    return all(placement.cut_dim != dim for placement in call.operand.placements)
+
+
+_SLICES = Rule(_sliced, _sliced_parts, fetch=_fetch_slices, goes_by_layout=True, computes_by_layout=_is_along_whole)
 
 RULES: dict[str, Rule] = {
-    "aten.select": Rule(_selected, _selected_parts, fetch=_fetch_element),
+    "aten.select": Rule(
+        _selected, _selected_parts, fetch=_fetch_element, goes_by_layout=True, computes_by_layout=_is_along_whole
+    ),
     "aten.select_backward": Rule(_select_backward, _select_backward_parts),
     "aten.slice": _SLICES,
     "aten.slice_backward": Rule(_slice_backward, _slice_backward_parts),

@@ -99,4 +99,4 @@ def _cat_parts(call: OpCall, propagation: Propagation) -> Compute:
     return compute
 
 
-RULES = {"aten.cat": Rule(cat, _cat_parts), "aten.stack": Rule(stack)}
+RULES = {"aten.cat": Rule(cat, _cat_parts, goes_by_layout=True), "aten.stack": Rule(stack)}

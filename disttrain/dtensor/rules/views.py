@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature
+from disttrain.dtensor.rules.base import Compute, OpCall, Propagation, Rule, Signature, always
 from disttrain.dtensor.rules.dim_maps import (
     LINEAR,
     dim_of,
@@ -136,7 +136,7 @@ RULES: dict[str, Rule] = {
     "aten.diagonal_backward": Rule(_copying(_diagonal_backward), with_local_size("input_sizes")),
     "aten.expand": Rule(_copying(_expand), with_local_size("size")),
     "aten.permute": Rule(_copying(_permute)),
-    "aten.squeeze": Rule(_copying(_squeeze), _squeeze_parts),
+    "aten.squeeze": Rule(_copying(_squeeze), _squeeze_parts, goes_by_layout=True, computes_by_layout=always),
     "aten.t": Rule(_copying(_t)),
     "aten.transpose": Rule(_copying(_transpose)),
     "aten.unbind": Rule(_copying(_unbind)),

@@ -81,6 +81,13 @@ class Layout:
             self._replicated = whole
         return self._replicated
 
+    def even_part(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of each rank's part of a tensor that is cut evenly, into pieces that are no blocks of others."""
+        sizes = [*shape]
+        for dim, num_pieces in self.even_cuts or ():
+            sizes[dim] //= num_pieces
+        return tuple(sizes)
+
     def concrete(self) -> Layout:
         """The same for the sizes at hand: a graph in which this is asked for is for these alone."""
         if not self.is_symbolic:
@@ -158,6 +165,15 @@ class Spec:
         return cast(Self, spec)
 
     @classmethod
+    def even(cls, layout: Layout, shape: tuple[int, ...], part: tuple[int, ...], dtype: torch.dtype) -> Self:
+        """The one spec of a contiguous tensor of which each rank has a part of shape `part`."""
+        spec = cls.interned(layout, shape, contiguous_strides(shape), dtype)
+        if spec._form == ():
+            spec._local_shape = part
+            spec._form = (layout, dtype, True, *_ones(shape, part))
+        return spec
+
+    @classmethod
     def _made(
         cls, layout: Layout, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, *, is_symbolic: bool
     ) -> Self:
@@ -177,13 +193,19 @@ class Spec:
         return cls(layout, shape, contiguous_strides(shape), dtype)
 
     @property
+    def is_contiguous(self) -> bool:
+        """True for the strides that a new tensor has; sizes are no symbols."""
+        return self.stride == contiguous_strides(self.shape)
+
+    @property
     def ndim(self) -> int:
         """Number of tensor dims."""
         return len(self.shape)
 
     @property
     def form(self) -> tuple[Any, ...] | None:
-        """Layout, dtype and order of a spec, whatever its sizes, but for which are one; None where a cut is uneven."""
+        """Layout, dtype and order of a spec, whatever its sizes, but for which are zero, one, or one on each rank; None
+        where a cut is uneven."""
         if self._form == ():
             self._form = self._found_form()
         return self._form
@@ -196,10 +218,7 @@ class Spec:
             if coordinate is None:
                 self._local_shape = (0,) * len(self.shape)
             elif self.is_even:
-                sizes = list(self.shape)
-                for dim, num_pieces in self.layout.even_cuts or ():
-                    sizes[dim] //= num_pieces
-                self._local_shape = tuple(sizes)
+                self._local_shape = self.layout.even_part(self.shape)
             else:
                 self._local_shape = local_shape(self.shape, self.mesh.shape, coordinate, self.placements)
         return self._local_shape
@@ -232,8 +251,7 @@ class Spec:
     def _found_form(self) -> tuple[Any, ...] | None:
         if self.view_copy is not None or not (self.is_even or self._has_even_blocks()):
             return None
-        is_contiguous = self.stride == contiguous_strides(self.shape)
-        return (self.layout, self.dtype, is_contiguous, *[size == 1 for size in self.shape])
+        return (self.layout, self.dtype, self.is_contiguous, *_ones(self.shape, self.local_shape))
 
     def _has_even_blocks(self) -> bool:
         """As `is_even`, where cuts are strided."""
@@ -266,6 +284,12 @@ class Spec:
 
     def __repr__(self) -> str:
         return f"Spec({self.layout}, {self.shape}, stride={self.stride}, {self.dtype})"
+
+
+def _ones(shape: Sequence[int], part: Sequence[int]) -> list[int]:
+    """Of each dim 2 where its size is one, 1 where that of parts is: parts would be broadcast where wholes are not. -1
+    where it is zero."""
+    return [(size == 1) + (length == 1) if size else -1 for size, length in zip(shape, part, strict=True)]
 
 
 def _even_cuts(mesh: DeviceMesh, placements: Placements) -> tuple[tuple[int, int], ...] | None:

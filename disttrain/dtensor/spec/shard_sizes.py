@@ -55,8 +55,18 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     step = 1
     for size in reversed(shape):
         strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+        if size > 1:
+            step *= size
+    return tuple(strides[::-1])
+
+
+def strides_in_order(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a tensor of this shape whose dims lie in the order of these strides, without gaps."""
+    strides, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (order[dim], -dim)):
+        strides[dim] = step
+        step *= shape[dim]
+    return tuple(strides)
 
 
 def is_permuted(shape: Sequence[int], strides: Sequence[int]) -> bool:

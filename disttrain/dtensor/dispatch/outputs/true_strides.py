@@ -19,7 +19,7 @@ from disttrain.dtensor._torch import is_traced
 from disttrain.dtensor.dispatch.call_plan import Wrap, replaced, tensors_of
 from disttrain.dtensor.rules import OpCall
 from disttrain.dtensor.spec.layout import Spec
-from disttrain.dtensor.spec.shard_sizes import contiguous_strides, is_permuted, local_shape
+from disttrain.dtensor.spec.shard_sizes import contiguous_strides, is_permuted, local_shape, strides_in_order
 
 MAX_ZEROS = 1 << 14
 """Elements of an operator's operands up to which it is run on zeros."""
@@ -85,11 +85,7 @@ def _true_strides(spec: Spec, part: torch.Tensor, of_zeros: Callable[[], torch.T
         return contiguous_strides(spec.shape)
     if not is_dense or _order(spec.shape, part.stride()) == _order(spec.shape, spec.stride):
         return spec.stride
-    strides, step = [0] * len(spec.shape), 1
-    for dim in sorted(range(len(spec.shape)), key=lambda dim: (part.stride(dim), -dim)):
-        strides[dim] = step
-        step *= spec.shape[dim]
-    return tuple(strides)
+    return strides_in_order(spec.shape, part.stride())
 
 
 def _results_for_zeros(call: OpCall) -> Sequence[torch.Tensor]:

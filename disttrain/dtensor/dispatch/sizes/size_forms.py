@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -28,23 +29,35 @@ def _view(leader: Spec, key: Key) -> Key | None:
 
     The same cut of the group's first new dim then is the same cut of the group, as long as it is even.
     """
-    shape = resolved(leader.shape, key[1]) if len(key) == 2 and type(key[1]) is tuple else None
+    cuts = leader.layout.even_cuts
+    if cuts is None or len(key) != 2 or type(key[1]) is not tuple or leader.is_symbolic:
+        return None
+    shape, groups, form = regrouping(leader.shape, key[1])
     if shape is None:
         return None
-    cuts = leader.layout.even_cuts
-    if cuts is None:
-        return None
-    groups = groups_of(leader.shape, shape)
     for dim, num_pieces in cuts:
-        old, new = next(group for group in groups if dim in group.old)
-        if dim != old.start or not new or leader.shape[dim] == 1:
+        new_dim = groups.get(dim)
+        if new_dim is None or leader.shape[dim] == 1 or shape[new_dim] == 1 or shape[new_dim] % num_pieces:
             return None
-        if shape[new.start] == 1 or shape[new.start] % num_pieces:
-            return None
-    return (key[0], *[(old.stop, new.stop) for old, new in groups], *[size == 1 for size in shape])
+    return key[0], form
 
 
-def resolved(shape: Sequence[int], size: Sequence[Any]) -> tuple[int, ...] | None:
+@lru_cache(4096)
+def regrouping(
+    shape: tuple[int, ...], size: tuple[Any, ...]
+) -> tuple[tuple[int, ...] | None, dict[int, int], tuple[Any, ...]]:
+    """How a tensor of this shape is viewed in this size: the resolved size, None where there is none; the dims that are
+    the first of their groups, with the first new dims; the dims that are regrouped, and which new ones have one
+    element."""
+    viewed = _resolved(shape, size)
+    if viewed is None:
+        return None, {}, ()
+    groups = groups_of(shape, viewed)
+    firsts = {old.start: new.start for old, new in groups if old and new}
+    return viewed, firsts, (*[(old.stop, new.stop) for old, new in groups], *[length == 1 for length in viewed])
+
+
+def _resolved(shape: Sequence[int], size: Sequence[Any]) -> tuple[int, ...] | None:
     """The sizes of a view, the one that is left open among them; None where they are no sizes, or there are none."""
     if not _INTS.issuperset(map(type, size)):
         return None
@@ -69,6 +82,21 @@ def _expand(leader: Spec, key: Key) -> Key | None:
     return (key[0], *[(length in (-1, before), length == 1) for length, before in zip(key[1], old, strict=True)])
 
 
+def _gradient(leader: Spec, key: Key) -> Key | None:
+    """Of a gradient of places along a dim that is whole, where other dims that are cut are as large as the operand's.
+    The sizes come first, then the dim."""
+    sizes, cuts = key[1], leader.layout.even_cuts
+    if type(sizes) is not tuple or not _INTS.issuperset(map(type, sizes)) or cuts is None or not sizes:
+        return None
+    dim = key[3] % len(sizes)
+    is_dropped = len(leader.shape) < len(sizes)
+    for cut_dim, _ in cuts:
+        into = cut_dim + (is_dropped and cut_dim >= dim)
+        if into == dim or sizes[into] != leader.shape[cut_dim]:
+            return None
+    return (key[0], *[size == 1 for size in sizes], *key[2:]) if min(sizes) > 0 else None
+
+
 def _number(_: Spec, key: Key) -> Key:
     """No rule of these looks at a number that follows the operand."""
     return (key[0], int, *key[3:]) if len(key) > 2 and key[1] is int else key
@@ -79,8 +107,13 @@ REGROUPING: Final = frozenset({_ATEN.view.default, _ATEN._unsafe_view.default})
 """Operators that give an operand other sizes."""
 EXPAND: Final[OpOverload] = _ATEN.expand.default
 
+GRADIENTS: Final = frozenset({_ATEN.slice_backward.default, _ATEN.select_backward.default})
+SIZED: Final = REGROUPING | GRADIENTS | {EXPAND}
+"""Operators of one operand that are told the sizes of their result."""
+
 _SHORTENED: Final[dict[object, Callable[[Spec, Key], Key | None]]] = {
     **{handle_of(op): _view for op in REGROUPING},
+    **{handle_of(op): _gradient for op in GRADIENTS},
     handle_of(EXPAND): _expand,
     **{
         handle_of(getattr(getattr(_ATEN, name), overload)): _number

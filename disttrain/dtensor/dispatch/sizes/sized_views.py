@@ -1,4 +1,5 @@
-"""Views in new sizes: the layout is known from a call of the same form, and a formula or torch gives the shape."""
+"""Views, and gradients of views, in new sizes: the layout is known from a call of the same form, and a formula or torch
+gives the shape."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ import torch
 
 from disttrain.dtensor._torch import OpOverload, binding_of, off_the_record
 from disttrain.dtensor.dispatch.call_plan import Run, Wrap, simple, viewing
-from disttrain.dtensor.dispatch.sizes.size_forms import EXPAND, REGROUPING, resolved
+from disttrain.dtensor.dispatch.sizes.size_forms import EXPAND, GRADIENTS, REGROUPING, SIZED, regrouping
+from disttrain.dtensor.dispatch.sizes.view_formulas import views_of
 from disttrain.dtensor.rules import Compute, OpCall, Propagation, Rule
 from disttrain.dtensor.rules.dim_maps import with_argument
 from disttrain.dtensor.spec.layout import Layout, Spec
-from disttrain.dtensor.spec.shard_sizes import contiguous_strides
 
 
 class SizedView(NamedTuple):
@@ -22,44 +23,65 @@ class SizedView(NamedTuple):
     call: OpCall
     """One such call."""
     layout: Layout
+    compute: Compute | None
+    """What computes the view of a part; None if it is told the part's size."""
 
     def bound(self, wrap: Wrap, leader: Spec, args: Sequence[Any]) -> Run:
         """The closure for a call with an operand of spec `leader`."""
         call = self.call
-        spec = self._result(leader, args)
-        compute = _compute(call, spec)
-        if call.op is _UNSAFE_VIEW:
-            return simple(wrap, compute, 1, len(args), {}, spec)
-        return viewing(wrap, call, compute, None, [spec])
+        specs = self._results(leader, args)
+        compute = self.compute or _resizing(call, specs[0].local_shape)
+        if not call.facts.is_view:
+            return simple(wrap, compute, 1, len(args), {}, specs[0])
+        return viewing(wrap, call, compute, None, specs)
 
-    def _result(self, leader: Spec, args: Sequence[Any]) -> Spec:
+    def _results(self, leader: Spec, args: Sequence[Any]) -> list[Spec]:
         op = self.call.op
-        if op in REGROUPING:
-            shape = resolved(leader.shape, args[1])
+        if op in REGROUPING and leader.is_contiguous:
+            shape = regrouping(leader.shape, tuple(args[1]))[0]
             assert shape is not None  # else there is no form
-            return Spec.interned(self.layout, shape, contiguous_strides(shape), leader.dtype)
+            return [Spec.even(self.layout, shape, self.layout.even_part(shape), leader.dtype)]
+        if op in GRADIENTS:
+            shape = tuple(args[1])
+            return [Spec.even(self.layout, shape, self.layout.even_part(shape), leader.dtype)]
+        views = views_of(op, leader.shape, leader.stride, args[1:])
+        if views is not None:
+            return [Spec.interned(self.layout, shape, stride, leader.dtype) for shape, stride in views]
         with off_the_record():
             viewed = op(torch.empty_strided(leader.shape, leader.stride, dtype=leader.dtype, device="meta"), *args[1:])
-        return Spec.interned(self.layout, tuple(viewed.shape), tuple(viewed.stride()), viewed.dtype)
+        results = viewed if isinstance(viewed, list | tuple) else [viewed]
+        return [Spec.interned(self.layout, tuple(each.shape), tuple(each.stride()), each.dtype) for each in results]
 
 
 def sized_view(call: OpCall, rule: Rule, propagation: Propagation) -> SizedView | None:
     """The plan for all sizes of a view of an operand that does not move; None where its layout depends on sizes."""
-    if not (call.facts.is_view or call.op is _UNSAFE_VIEW) or call.keywords or rule.fetch is not None:
+    is_sized = call.op in SIZED
+    if not (call.facts.is_view or is_sized) or call.keywords or not call.outputs:
         return None
-    if call.op not in REGROUPING | {EXPAND} and (rule.localize is not None or rule.joint is not None):
+    # What is reshaped is no view where its strides don't allow it.
+    if call.op is _UNSAFE_VIEW and not call.operand.is_contiguous:
         return None
-    is_usual = call.operand.form is not None and call.operand.form[2]
-    return SizedView(call, propagation.results[0]) if is_usual or call.op not in REGROUPING else None
+    if is_sized:
+        return SizedView(call, propagation.results[0], None)
+    if rule.joint is not None or (rule.fetch is not None and rule.fetch(call, propagation) is not None):
+        return None
+    compute: Compute = binding_of(call.op)
+    if rule.localize is not None:
+        if not rule.computes_by_layout(call):
+            return None
+        local = rule.localize(call, propagation)
+        compute = compute if local is call.op else local
+    elif rule.fetch is not None:
+        return None
+    return SizedView(call, propagation.results[0], compute)
 
 
-def _compute(call: OpCall, spec: Spec) -> Compute:
-    """The view of a part whose result has this spec."""
+def _resizing(call: OpCall, shape: tuple[int, ...]) -> Compute:
+    """The view of a part that has this shape."""
     if call.op is EXPAND:
-        return with_argument(call, "size", spec.local_shape)
-    if call.op not in REGROUPING:
-        return binding_of(call.op)
-    shape = spec.local_shape
+        return with_argument(call, "size", shape)
+    if call.op in GRADIENTS:
+        return with_argument(call, "input_sizes", shape)
     if call.op is _UNSAFE_VIEW:
         return lambda part, *_: part.reshape(shape)
     return lambda part, *_: part.view(shape)

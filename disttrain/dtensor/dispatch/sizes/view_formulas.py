@@ -1,0 +1,118 @@
+"""Shapes and strides of views by formulas: a call of torch's own kernel for shapes takes as long as the view itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+
+from disttrain.dtensor._torch import OpOverload
+from disttrain.dtensor.spec.index_range import IndexRange
+
+View = tuple[tuple[int, ...], tuple[int, ...]]
+"""A shape and its strides."""
+
+
+def views_of(op: OpOverload, shape: Sequence[int], stride: Sequence[int], args: Sequence[Any]) -> list[View] | None:
+    """The views that `op` makes of a tensor of this shape and stride; None where there is no formula, or a mistake."""
+    formula = _FORMULAS.get(op)
+    if formula is None:
+        return None
+    views = formula(list(shape), list(stride), *args)
+    return None if views is None else [(tuple(sizes), tuple(strides)) for sizes, strides in views]
+
+
+_Views = Sequence[tuple[Sequence[int], Sequence[int]]] | None
+
+
+def _place(dim: int, num_dims: int) -> int | None:
+    return dim % num_dims if -num_dims <= dim < num_dims else None
+
+
+def _same(shape: list[int], stride: list[int]) -> _Views:
+    return [(shape, stride)]
+
+
+def _transposed(shape: list[int], stride: list[int], first: int = 0, second: int = 1) -> _Views:
+    dims = _place(first, len(shape)), _place(second, len(shape))
+    if dims[0] is None or dims[1] is None:
+        return None
+    for values in (shape, stride):
+        values[dims[0]], values[dims[1]] = values[dims[1]], values[dims[0]]
+    return [(shape, stride)]
+
+
+def _t(shape: list[int], stride: list[int]) -> _Views:
+    return [(shape[::-1], stride[::-1])] if len(shape) <= 2 else None
+
+
+def _permuted(shape: list[int], stride: list[int], dims: Sequence[int]) -> _Views:
+    num_dims = len(shape)
+    places = [_place(dim, num_dims) for dim in dims]
+    order = [place for place in places if place is not None]
+    if sorted(order) != list(range(num_dims)) or len(order) != len(places):
+        return None
+    return [([shape[dim] for dim in order], [stride[dim] for dim in order])]
+
+
+def _unsqueezed(shape: list[int], stride: list[int], dim: int) -> _Views:
+    place = _place(dim, len(shape) + 1)
+    if place is None:
+        return None
+    step = shape[place] * stride[place] if place < len(shape) else 1
+    return [([*shape[:place], 1, *shape[place:]], [*stride[:place], step, *stride[place:]])]
+
+
+def _selected(shape: list[int], stride: list[int], dim: int, index: int) -> _Views:
+    place = _place(dim, len(shape))
+    if place is None or type(index) is not int or not -shape[place] <= index < shape[place]:
+        return None
+    del shape[place], stride[place]
+    return [(shape, stride)]
+
+
+def _sliced(
+    shape: list[int],
+    stride: list[int],
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> _Views:
+    place = _place(dim, len(shape))
+    if place is None or step <= 0:
+        return None
+    shape[place] = IndexRange.of_slice(shape[place], start, end, step).length
+    stride[place] *= step
+    return [(shape, stride)]
+
+
+def _split(shape: list[int], stride: list[int], size: int, dim: int = 0) -> _Views:
+    place = _place(dim, len(shape))
+    if place is None or size <= 0 or shape[place] <= 0:
+        return None
+    sizes = [min(size, shape[place] - begin) for begin in range(0, shape[place], size)]
+    return _split_into(shape, stride, sizes, dim)
+
+
+def _split_into(shape: list[int], stride: list[int], sizes: Sequence[int], dim: int = 0) -> _Views:
+    place = _place(dim, len(shape))
+    if place is None or min(sizes, default=0) < 0 or sum(sizes) != shape[place]:
+        return None
+    return [([*shape[:place], size, *shape[place + 1 :]], stride) for size in sizes]
+
+
+_ATEN: Final = torch.ops.aten
+_FORMULAS: Final[dict[OpOverload, Callable[..., _Views]]] = {
+    _ATEN.alias.default: _same,
+    _ATEN.detach.default: _same,
+    _ATEN.permute.default: _permuted,
+    _ATEN.select.int: _selected,
+    _ATEN.slice.Tensor: _sliced,
+    _ATEN.split.Tensor: _split,
+    _ATEN.split_with_sizes.default: _split_into,
+    _ATEN.t.default: _t,
+    _ATEN.transpose.int: _transposed,
+    _ATEN.unsqueeze.default: _unsqueezed,
+}
