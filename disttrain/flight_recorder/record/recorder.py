@@ -22,7 +22,7 @@ from disttrain._python.garbage import uncollected
 from disttrain.errors import FlightDumpError
 from disttrain.flight_recorder.dumps.words import rank_name
 from disttrain.flight_recorder.record.device.marks import Cuda, DeviceMarks
-from disttrain.flight_recorder.record.process.callers import EIGHT, Walker, walker
+from disttrain.flight_recorder.record.process.callers import EIGHT, Walker, are_callers, walker
 from disttrain.flight_recorder.record.process.symbols import PACKAGE
 from disttrain.flight_recorder.record.ring import layout
 from disttrain.flight_recorder.record.ring.descriptions import Descriptions, Site
@@ -72,7 +72,7 @@ class FlightRecorder:
 
     def __init__(self, num_records: int = 2000, num_frames: int = 8, *, marks_device: bool = True) -> None:
         self._num_records = num_records
-        self._num_frames = num_frames
+        self._num_frames, self._num_inside = num_frames, 3 * num_frames
         self._marks_device = marks_device
         self._walkers: dict[str, Walker] = {}
         self._world: World | None = None
@@ -221,7 +221,8 @@ class FlightRecorder:
             # fmt: on
         if not is_next:
             arguments = operation, group.group_name, peer_rank, how, shape, dtype, brought
-            site = last.following = self._site_of(first, arguments, group, inputs, outputs)
+            if site.arguments != arguments or not are_callers(site.callers, self._num_inside, first):
+                site = last.following = self._site_of(first, arguments, group, inputs, outputs)
         self._last = site
         if not sequence and (messages := site.messages) is not None:
             sequence = next(messages)
@@ -358,7 +359,9 @@ class FlightRecorder:
             if site.codes == codes:
                 return site
         site = self._descriptions.site(key, group, inputs, outputs, callers)
-        if len(codes) == EIGHT == self._num_frames and not file.startswith(PACKAGE):
+        if file.startswith(PACKAGE):
+            site.arguments, site.callers = arguments, [*zip(codes, offsets, strict=True)]
+        elif len(codes) == EIGHT == self._num_frames:
             operation, group_name, peer_rank, how, site.shape, dtype, brought = arguments
             site.key = operation, group_name, peer_rank, how, dtype, brought, *offsets[1:], *codes[1:]
             site.offset, site.code = offsets[0], codes[0]
@@ -366,7 +369,7 @@ class FlightRecorder:
 
     def _walker_of_file(self, file: str) -> Walker:
         """The function that walks over the callers of `file`; looked up once for each."""
-        num_frames = 3 * self._num_frames if file.startswith(PACKAGE) else self._num_frames
+        num_frames = self._num_inside if file.startswith(PACKAGE) else self._num_frames
         file_walker = self._walkers[file] = walker(num_frames)
         return file_walker
 

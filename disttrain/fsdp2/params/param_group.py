@@ -10,7 +10,7 @@ from weakref import ref
 import torch
 
 from disttrain.dtensor.local_part import local_part
-from disttrain.fsdp2._torch import base_of, call_when_added
+from disttrain.fsdp2._torch import base_of, call_when_added, out_of_grad
 from disttrain.fsdp2.faults.checks import common_dtype, refuse_device, refuse_parts_on_meta
 from disttrain.fsdp2.grads.reduced import hand_out, parts_of, to_host
 from disttrain.fsdp2.grads.sums import GradSums
@@ -285,6 +285,8 @@ class ParamGroup:
     def holds(self, tensor: torch.Tensor) -> bool:
         """True for a gathered parameter and views of it."""
         base = base_of(tensor)
+        if type(base) is torch.Tensor:
+            return False  # no parameter: asked of each output
         return any(param.unsharded is base for param in self.params)
 
     def drop_cast(self) -> None:
@@ -338,7 +340,7 @@ class ParamGroup:
                 (param, part) for param, part in zip(done.receivers, parts, strict=True) if param is not None
             )
             return
-        with torch.no_grad():
+        with out_of_grad():
             flat = done.output.to(self._orig_dtype)
             if self.is_offloaded:
                 is_pinned = self._flat is not None and self._flat.is_pinned()
