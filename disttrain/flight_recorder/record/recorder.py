@@ -221,8 +221,7 @@ class FlightRecorder:
             # fmt: on
         if not is_next:
             arguments = operation, group.group_name, peer_rank, how, shape, dtype, brought
-            if site.arguments != arguments or not are_callers(site.callers, self._num_inside, first):
-                site = last.following = self._site_of(first, arguments, group, inputs, outputs)
+            site = last.following = self._site_of(site, first, arguments, group, inputs, outputs)
         self._last = site
         if not sequence and (messages := site.messages) is not None:
             sequence = next(messages)
@@ -345,13 +344,17 @@ class FlightRecorder:
 
     def _site_of(
         self,
+        expected: Site,
         first: FrameType,
         arguments: tuple[Any, ...],
         group: GroupLike,
         inputs: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
     ) -> Site:
-        """The site of a call from frame `first` on that asks for so much, among all; learnt where it is new."""
+        """The site of a call from frame `first` on that asks for so much, among all; learnt where it is new. The one
+        `expected` is tried first."""
+        if expected.arguments == arguments and are_callers(expected.callers, self._num_inside, first):
+            return expected
         file = first.f_code.co_filename
         codes, offsets = callers = (self._walkers.get(file) or self._walker_of_file(file))(first)
         key = *arguments, offsets

@@ -293,6 +293,16 @@ class ParamGroup:
         """Forget shards in the dtype that is gathered, which were cast for gathers that have been."""
         self.cast_shards = None
 
+    def forget_run(self) -> None:
+        """Have the shards alone. Waits for nothing: what is under way, or gathered, was never computed."""
+        self.gathering = self._kept = None
+        if self._unsharded is not None:
+            self.hide()
+            self._unsharded.free()
+        self.drop_cast()
+        self.drop_grads()
+        self.state.forget_run()
+
     def drop_grads(self) -> None:
         """Forget unsharded gradients that have not been reduced, and those not reduced over the replicas."""
         self.unreduced.clear()

@@ -160,6 +160,11 @@ class FusedOptimizer(Optimizer):
         for copies in self._copies:
             copies.forget()
 
+    def distrust_masters(self) -> None:
+        """Have masters compared with their parameters at the next step: a recording that failed has brought none of
+        them up to date."""
+        self._written.clear()
+
     def _recording(self) -> Recording | None:
         """The recording that this step is part of. Raises where others capture a graph: what the host puts into a
         launch (step count, rates, seeds) would be the same in all replays."""
