@@ -49,8 +49,9 @@ class LatestCast:
             if recording is None and torch.cuda.is_current_stream_capturing():
                 return None
             stream = torch.cuda.current_stream(x.device).cuda_stream
-        key = x._version, x.data_ptr(), dtype, by_rows, stream, recording, threading.get_ident()
-        return Place(ref(x, self._forget), key, wants_columns)
+        # What is made in inference mode can't be saved for a backward.
+        modes = stream, recording, threading.get_ident(), torch.is_inference_mode_enabled()
+        return Place(ref(x, self._forget), (x._version, x.data_ptr(), dtype, by_rows, *modes), wants_columns)
 
     def get(self, place: Place) -> Cast | None:
         """The cast there, if it is still known."""
