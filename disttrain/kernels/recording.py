@@ -34,7 +34,7 @@ class HostPart(Protocol):
         ...
 
     def after_replay(self) -> None:
-        """Does what follows, once the GPU's work is queued."""
+        """Does what follows each replay, the first one too, once the GPU's work is queued and writes are counted."""
         ...
 
 

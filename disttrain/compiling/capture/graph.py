@@ -118,8 +118,6 @@ class StepGraph:
             part.before_replay()
         self._graph.replay()
         self._replays.end()
-        for part in self._host.parts:
-            part.after_replay()
         return self._end()
 
     def _fill(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -134,6 +132,9 @@ class StepGraph:
                 parameter.grad = new
         # What others keep by a tensor's version must not outlive writes that torch has not seen.
         count_writes(self._written)
+        # After that, since parts note what the versions are.
+        for part in self._host.parts:
+            part.after_replay()
         return tree_unflatten([_result(value) for value in self._results], self._structure)
 
 
