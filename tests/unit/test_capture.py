@@ -148,7 +148,7 @@ def test_masters_are_not_compared_after_each_replay() -> None:
     rule, numbers = optimizer.rule(optimizer.param_groups[0], 1), torch.zeros(7, dtype=torch.int64)
     graph = StepGraph.__new__(StepGraph)
     graph.subjects, graph._inputs, graph._written = Subjects([optimizer]), [], [parameter]
-    graph.grads_after, graph._results = [parameter.grad], []
+    graph._new_grads, graph._results = [], []
     graph._structure = tree_flatten(())[1]
     graph._graph, graph._replays = SimpleNamespace(replay=lambda: None), FakeReplays()
     graph._host = Recording(numbers)

@@ -64,8 +64,12 @@ class Subjects:
         self.optimizers = [root for root in roots if isinstance(root, Optimizer)]
         self.parameters = self._parameters()
         # What is asked at each replay is asked in few loops, that make no object for what they ask about.
-        self._registered = [register.values() for module in self.modules for register in registers_of(module)]
+        # Most are empty, and to ask whether one still is takes a third of the time of going through it.
+        registers = [register for module in self.modules for register in registers_of(module)]
+        self._registered = [register.values() for register in registers if register]
+        self._no_registers = [register for register in registers if not register]
         self._hooks = [hooks for module in self.modules for hooks in hooks_of(module)]
+        self._hooked, self._unhooked = [each for each in self._hooks if each], [each for each in self._hooks if not each]
         self._had = [*self._structure()]
         self._last: tuple[tuple[Any, ...], int, State] | None = None
         """The latest state: by what it was told, and the number of hooks that had been registered."""
@@ -82,7 +86,7 @@ class Subjects:
         """True if these are the roots, with the modules and parameters that they had."""
         if len(roots) != len(self.roots) or any(root is not old for root, old in zip(roots, self.roots, strict=True)):
             return False
-        return all(map(is_, self._structure(), self._had))
+        return not any(self._no_registers) and all(map(is_, self._structure(), self._had))
 
     def grads(self) -> list[torch.Tensor | None]:
         """The gradient of each parameter."""
@@ -93,7 +97,7 @@ class Subjects:
         it is equal to that."""
         parts = (
             [*map(_TRAINING, self.modules)],
-            [*map(len, self._hooks)],
+            [*map(len, self._hooks if any(self._unhooked) else self._hooked)],
             which_require_grad(self.parameters),
             [_options(optimizer) for optimizer in self.optimizers],
             torch.is_grad_enabled(),
@@ -107,8 +111,9 @@ class Subjects:
             keys = tuple(chain.from_iterable(self._hooks))
             # What the subjects hold keeps its identity.
             structure = tuple(map(id, self._had))
+            lengths = tuple(map(len, self._hooks))
             told = tuple(tuple(part) if isinstance(part, list) else part for part in parts)
-            self._last = parts, handles, State((structure, keys, *told))
+            self._last = parts, handles, State((structure, keys, lengths, told[0], *told[2:]))
         return self._last[2]
 
     def prepare(self) -> None:
