@@ -12,6 +12,7 @@ import torch
 
 from disttrain.dtensor import DTensor
 from disttrain.dtensor.views.view_copy import count_writes
+from disttrain.kernels.optimizers.counts import joined_steps
 from disttrain.kernels.optimizers.rules import Rule, numbers_of
 
 
@@ -42,7 +43,7 @@ class Launch:
 class RecordedStep:
     """Counts the steps of replays, and writes the numbers of each step's rule where the recorded kernels read them.
 
-    The steps of a launch become parts of one tensor, so that counting them takes one operator, not one for each.
+    The steps of a launch are parts of one tensor, so that counting them takes one operator, not one for each.
     """
 
     def __init__(self, optimizer: Stepper, launches: Sequence[Launch]) -> None:
@@ -53,7 +54,7 @@ class RecordedStep:
         parameters = [(parameter, launch.group) for launch in launches for parameter in launch.parameters]
         states = [optimizer.state[parameter] for parameter, _ in parameters]
         self._with_masters = [entry for entry, state in zip(parameters, states, strict=True) if "master" in state]
-        self._counts = [_joined([optimizer.state[parameter] for parameter in each.parameters]) for each in launches]
+        self._counts = [joined_steps([optimizer.state[parameter] for parameter in each.parameters]) for each in launches]
         self._forms = [_form_of(launch.rule) for launch in launches]
         self._values = [state.values() for state in states]
         self._had = [*self._state_tensors()]
@@ -96,14 +97,6 @@ class RecordedStep:
 
     def _rule(self, launch: Launch, step: int) -> Rule:
         return self._optimizer.rule(launch.group, step)
-
-
-def _joined(states: Sequence[dict[str, Any]]) -> torch.Tensor:
-    """The steps of these states (n,), whose own are parts of it from now on."""
-    counts = torch.stack([state["step"] for state in states])
-    for state, count in zip(states, counts.unbind(), strict=True):
-        state["step"] = count
-    return counts
 
 
 _END: Final = object()
