@@ -14,7 +14,6 @@ import torch
 
 from disttrain.errors import BackendError
 
-
 _Value = TypeVar("_Value")
 
 

@@ -69,7 +69,10 @@ class Subjects:
         self._registered = [register.values() for register in registers if register]
         self._no_registers = [register for register in registers if not register]
         self._hooks = [hooks for module in self.modules for hooks in hooks_of(module)]
-        self._hooked, self._unhooked = [each for each in self._hooks if each], [each for each in self._hooks if not each]
+        self._hooked, self._unhooked = (
+            [each for each in self._hooks if each],
+            [each for each in self._hooks if not each],
+        )
         self._had = [*self._structure()]
         self._last: tuple[tuple[Any, ...], int, State] | None = None
         """The latest state: by what it was told, and the number of hooks that had been registered."""

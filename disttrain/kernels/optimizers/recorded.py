@@ -54,7 +54,9 @@ class RecordedStep:
         parameters = [(parameter, launch.group) for launch in launches for parameter in launch.parameters]
         states = [optimizer.state[parameter] for parameter, _ in parameters]
         self._with_masters = [entry for entry, state in zip(parameters, states, strict=True) if "master" in state]
-        self._counts = [joined_steps([optimizer.state[parameter] for parameter in each.parameters]) for each in launches]
+        self._counts = [
+            joined_steps([optimizer.state[parameter] for parameter in each.parameters]) for each in launches
+        ]
         self._forms = [_form_of(launch.rule) for launch in launches]
         self._values = [state.values() for state in states]
         self._had = [*self._state_tensors()]
