@@ -12,7 +12,6 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,6 +27,7 @@ from disttrain.flight_recorder.record.ring import layout
 from disttrain.flight_recorder.record.ring.descriptions import Descriptions, Site
 from disttrain.flight_recorder.record.ring.header import ring_header
 from disttrain.flight_recorder.record.ring.ring import Ring
+from disttrain.flight_recorder.record.shapes import several, shapes_of
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -50,9 +50,6 @@ _SLOT_WORDS: Final = layout.SLOT_WORDS
 _WAITS_WORD: Final = layout.WAITS_WORD
 _ENDED_WORD: Final = layout.ENDED_WORD
 _SEQUENCE_WORD: Final = layout.SEQUENCE_WORD
-
-_shape_of: Final = attrgetter("shape")
-_dtype_of: Final = attrgetter("dtype")
 
 _LISTED: Final = (-1, 0)
 """In place of a record: no slot has this number."""
@@ -185,9 +182,9 @@ class FlightRecorder:
             elif not inputs:
                 brought = None
             else:
-                brought = outputs[0].shape if len(outputs) == 1 else _shapes(outputs)
+                brought = outputs[0].shape if len(outputs) == 1 else shapes_of(outputs)
         else:
-            shape, dtype, brought = _several(inputs, outputs)
+            shape, dtype, brought = several(inputs, outputs)
         world = group.world
         action, module, label = self._label
         # Before the site: to describe a label may make what is known of sites be forgotten.
@@ -380,24 +377,3 @@ class FlightRecorder:
         label = self._descriptions.label(action, module)
         self._label = (action, module, label)
         return label
-
-
-def _several(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> tuple[Any, Any, Any]:
-    """Shapes and dtypes of what is given, and the shapes of what comes of it."""
-    if inputs:
-        return _in_short([*map(_shape_of, inputs)]), _in_short([*map(_dtype_of, inputs)]), _shapes(outputs)
-    return _in_short([*map(_shape_of, outputs)]), _in_short([*map(_dtype_of, outputs)]), None
-
-
-def _shapes(tensors: Sequence[torch.Tensor]) -> Any:
-    """The shape of one tensor, or those of several, in short."""
-    if len(tensors) == 1:
-        return tensors[0].shape
-    return _in_short([*map(_shape_of, tensors)])
-
-
-def _in_short(values: list[Any]) -> tuple[Any, ...]:
-    """The same of all and how many, or all of them: one that is alike takes less to hash and compare than many."""
-    if not values:
-        return ()
-    return (values[0], len(values)) if values.count(values[0]) == len(values) else tuple(values)
