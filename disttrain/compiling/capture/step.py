@@ -173,6 +173,9 @@ class CapturedStep:
             _check(subjects)
             if reason := host.changes():
                 raise CompileError(OPERATION, reason, "Do that after the call, or call the step as it is.")
+            if host.has_drawn():
+                # Before the ranks agree: where warnings are errors, no other may launch.
+                warnings.warn(_DRAWN, stacklevel=3)
             agreement.agree(graph.recorded())
         except Exception as error:
             # torch takes it to be recorded into for ever.
@@ -184,8 +187,6 @@ class CapturedStep:
                 host.restore()
                 subjects.forget_recording()
             raise
-        if host.has_drawn():
-            warnings.warn(_DRAWN, stacklevel=3)
         # Kept with the gradients that it was recorded with, so that their ids are nobody else's.
         self._graphs[form, state, tuple(map(id, graph.grads_before))] = graph
         return graph.play_first(tensors)
