@@ -374,6 +374,26 @@ def facts_of(op: OpOverload) -> OpFacts:
     )
 
 
+def same_without_out(op: OpOverload) -> OpOverload | None:
+    """The overload with the same arguments but `out`, which writes to none."""
+
+    def arguments_of(each: OpOverload) -> list[tuple[str, str]]:
+        return [(argument.name, str(argument.type)) for argument in each._schema.arguments if argument.name != "out"]
+
+    packet = op.overloadpacket
+    others = (getattr(packet, name) for name in packet.overloads())
+    return next(
+        (
+            other
+            for other in others
+            if other is not op
+            and arguments_of(other) == arguments_of(op)
+            and not any(argument.alias_info for argument in other._schema.arguments)
+        ),
+        None,
+    )
+
+
 def _alias_of(value: Any) -> frozenset[str] | None:
     """The alias set that a schema gives an argument or a result."""
     return None if value.alias_info is None else frozenset(value.alias_info.before_set)

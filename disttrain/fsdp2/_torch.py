@@ -25,6 +25,7 @@ without_overrides: Any = torch._C.DisableTorchFunctionSubclass
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Owner = TypeVar("_Owner")
 
+_AS_IT_IS = nullcontext()
 _VERSION = attrgetter("_version")
 _ADDRESS = methodcaller("data_ptr")
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -96,7 +97,12 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def out_of_inference() -> AbstractContextManager[object]:
     """Out of inference mode; to leave it takes longer than to ask."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS
+
+
+def out_of_grad() -> AbstractContextManager[object]:
+    """Out of grad mode; so is a backward, and to leave it takes ten times as long as to ask."""
+    return torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS
 
 
 def backward_is_running() -> bool:

@@ -14,6 +14,7 @@ from torch import nn
 
 from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import is_copying
+from disttrain.fsdp2.faults.failed_recordings import forget_recording
 from disttrain.fsdp2.faults.lost_writes import note_request, refuse_writes_on_request
 from disttrain.fsdp2.machine.schedule import finish_all, reduce_all, reshard_all, unshard_all
 from disttrain.fsdp2.machine.unit import Unit, forget_grads, keep_unsharded, release, reshard
@@ -228,6 +229,12 @@ class FSDPModule:
                 f"{type(self).__name__} has gradients that are not reduced yet, which the next replay would not add to."
             )
         return ""
+
+    def forget_recording(self) -> None:
+        """A CUDA graph of a step could not be recorded: nothing of what was queued for it is there. `capture_step`
+        calls it on all modules."""
+        for state in _states(self, recurse=False):
+            forget_recording(state)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of the gradients by `factor` in place of the number of ranks."""

@@ -132,6 +132,12 @@ class RootContext:
         )
         tell_of("backward", error, [group for state in self.states for group in state.groups])
 
+    def forget_run(self) -> None:
+        """No iteration is under way; waits for nothing."""
+        self._backward = None
+        self.model.forget_run()
+        self.comm.forget_run()
+
     def reset(self) -> None:
         """Forget an iteration that has ended with an exception, whichever way."""
         self._backward = None

@@ -222,7 +222,9 @@ class ShardState:
 
     def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         dtype = self._policy.param_dtype if self._policy.cast_forward_inputs else None
-        return (args, kwargs) if dtype is None else (cast_floats(args, dtype), cast_floats(kwargs, dtype))
+        if dtype is None:
+            return args, kwargs
+        return cast_floats(args, dtype), cast_floats(kwargs, dtype) if kwargs else kwargs
 
     def forget_forward(self) -> None:
         """None of the modules has run."""

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from operator import attrgetter
 from typing import Any, Final, TypeVar
 
 import torch
@@ -63,11 +64,13 @@ def version_of(tensor: torch.Tensor, local: torch.Tensor) -> tuple[int, ...]:
     return local.data_ptr(), local._version, tensor._version
 
 
-def count_up(counts: Sequence[torch.Tensor]) -> list[int]:
-    """Adds one to each number on the CPU, and returns them all."""
-    if counts:
-        torch._foreach_add_(list(counts), 1)
-    return [int(count.item()) for count in counts]
+def add_one(counts: Sequence[torch.Tensor]) -> None:
+    """Adds one to each number on the CPU."""
+    torch._foreach_add_(list(counts), 1)
+
+
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
+"""The tensor that another is a part of; None where it is whole."""
 
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

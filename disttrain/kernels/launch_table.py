@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from disttrain.kernels.recording import kept_for_graph
+
 DTYPES: Final = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _ALIGNMENT: Final = 16
 """Bytes that a thread reads at once where all addresses, and sizes too, are multiples of it."""
@@ -55,9 +57,13 @@ def are_aligned(tensors: Iterable[torch.Tensor], addresses: Iterable[Sequence[in
     return not any(number % _ALIGNMENT for number in chain(sizes, *addresses))
 
 
-@lru_cache(maxsize=256)
 def blocks_of(sizes: tuple[int, ...], block: int, device: torch.device) -> tuple[Any, Any, Any]:
     """The tensor and the block of each program, in 32 bits, and each tensor's size; on the device."""
+    return kept_for_graph(_blocks_of(sizes, block, device), device)
+
+
+@lru_cache(maxsize=256)
+def _blocks_of(sizes: tuple[int, ...], block: int, device: torch.device) -> tuple[Any, Any, Any]:
     counts = torch.tensor([triton.cdiv(size, block) for size in sizes])
     tensors = torch.repeat_interleave(torch.arange(len(sizes)), counts)
     begins = counts.cumsum(0) - counts

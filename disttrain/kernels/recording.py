@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import torch
 
 from disttrain.errors import BackendError
+
+_Value = TypeVar("_Value")
 
 
 class HostPart(Protocol):
@@ -31,7 +33,7 @@ class HostPart(Protocol):
         ...
 
     def after_replay(self) -> None:
-        """Does what follows, once the GPU's work is queued."""
+        """Does what follows each replay, the first one too, once the GPU's work is queued and writes are counted."""
         ...
 
 
@@ -43,6 +45,8 @@ class Recording:
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.parts: list[HostPart] = []
+        self.kept: dict[int, Any] = {}
+        """What the graph reads, and nothing else need hold; by id."""
         self._memory = memory
         self._num_taken = 0
 
@@ -59,6 +63,9 @@ class Recording:
         return self._memory[begin : self._num_taken]
 
 
+_OF_OTHERS: Final[dict[int, Any]] = {}
+"""As `Recording.kept`, of graphs that are none of ours: nobody tells when they are gone."""
+
 _STACK: Final[list[Recording]] = []
 """One at most. Of the process, not of a thread: a backward, which belongs to the step, runs on another one."""
 
@@ -66,6 +73,15 @@ _STACK: Final[list[Recording]] = []
 def current_recording() -> Recording | None:
     """The recording that is going on in this process."""
     return _STACK[-1] if _STACK else None
+
+
+def kept_for_graph(value: _Value, device: torch.device) -> _Value:
+    """Returns `value`, of a cache. A graph that is captured on `device` reads its memory at each replay, so it is kept
+    as long as the graph: the cache may let go of it."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        recording = current_recording()
+        (_OF_OTHERS if recording is None else recording.kept)[id(value)] = value
+    return value
 
 
 @contextmanager

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,10 +13,13 @@ from torch import nn
 
 from disttrain import kernels
 from disttrain.compiling import capture_step
+from disttrain.compiling._torch import tree_flatten
 from disttrain.compiling.capture.forms import TensorForm, check_results, form_of
+from disttrain.compiling.capture.graph import StepGraph
 from disttrain.compiling.capture.subjects import Subjects, roots_of
 from disttrain.errors import ArgumentError, CompileError, ShapeError
 from disttrain.kernels.optimizers.recorded import Launch, RecordedStep
+from disttrain.kernels.recording import Recording
 
 GLOBAL = nn.Linear(2, 2)
 
@@ -124,6 +129,39 @@ def test_what_a_recording_depends_on_is_seen_to_change() -> None:
     assert subjects.holds(roots_of(training.step))
     model[0] = nn.Linear(2, 3)
     assert not subjects.holds(roots_of(training.step))
+
+
+class FakeReplays:
+    def begin(self, *, is_first: bool = False) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+
+def test_masters_are_not_compared_after_each_replay() -> None:
+    """Nobody else has written to the parameters: to see that, no kernel is needed."""
+    parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = kernels.AdamW([parameter], lr=0.1)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    rule, numbers = optimizer.rule(optimizer.param_groups[0], 1), torch.zeros(7, dtype=torch.int64)
+    graph = StepGraph.__new__(StepGraph)
+    graph.subjects, graph._inputs, graph._written = Subjects([optimizer]), [], [parameter]
+    graph._new_grads, graph._results = [], []
+    graph._structure = tree_flatten(())[1]
+    graph._graph, graph._replays = SimpleNamespace(replay=lambda: None), FakeReplays()
+    graph._host = Recording(numbers)
+    graph._host.add(RecordedStep(optimizer, [Launch(optimizer.param_groups[0], [parameter], rule, numbers)]))
+    graph.play_first([])
+    for _ in range(2):
+        with patch.object(torch, "where", wraps=torch.where) as compared:
+            graph.play([])
+        assert not compared.called
+    with torch.no_grad():
+        parameter.fill_(2.0)
+    graph.play([])
+    assert optimizer.state[parameter]["master"].tolist() == [2.0] * 3
 
 
 @pytest.mark.parametrize("kind", [kernels.AdamW, kernels.Lion, functools.partial(kernels.SGD, momentum=0.9)])

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import disttrain
+from disttrain.dtensor import DTensor, Shard
 from disttrain.errors import DisttrainError, FlightDumpError
 from disttrain.flight_recorder import FlightRecorder, enable, read_dump
 from disttrain.flight_recorder.record.process.callers import Callers, walker
@@ -261,6 +262,32 @@ def test_calls_are_told_apart_by_all_that_they_ask_for() -> None:
         ("recv", "world", "float32[2]"),
     ]
     assert [record.sequence for record in records if record.site.is_message] == [1, 1, 2, 2]
+
+
+def test_calls_of_disttrains_own_have_the_line_of_who_asked() -> None:
+    """Also where the same line within disttrain was last called for another one of the user's, however far out."""
+    recorder = FlightRecorder()
+
+    def below(depth: int) -> None:
+        if depth:
+            below(depth - 1)
+        else:
+            tensor.full_tensor()
+
+    with entered_world(_fake_world()) as world:
+        recorder.attach(world)
+        mesh = disttrain.init_device_mesh("cpu", (4,))
+        tensor = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+        for _ in range(3):
+            for depth in (0, 5, 6, 5):
+                below(depth)
+            below(0)
+        records = recorder.snapshot("asked for").records
+    stacks = [[frame.line for frame in record.site.stack if frame.file == __file__] for record in records]
+    assert [len(stack) for stack in stacks] == [2, 7, 8, 7, 2] * 3
+    assert stacks[0][1] != stacks[4][1]
+    assert stacks[5:] == [*stacks[:5], *stacks[:5]]
+    assert len({record.site for record in records}) == 4
 
 
 def test_a_batch_of_messages_has_the_stack_of_who_calls_it() -> None:

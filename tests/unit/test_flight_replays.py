@@ -29,8 +29,8 @@ from disttrain.flight_recorder.live.watchdog import Watchdog
 from disttrain.flight_recorder.record.listing import Listing
 from disttrain.flight_recorder.record.recall import recall
 from disttrain.flight_recorder.record.record import DeviceTimes
+from disttrain.flight_recorder.record.ring import descriptions as descriptions_module
 from disttrain.flight_recorder.record.ring import ring as ring_module
-from disttrain.flight_recorder.record.ring.ring import descriptions as descriptions_module
 from disttrain.process_group import ProcessGroup, World, entered_world
 from disttrain.process_group.watching.replaying import listed_operations
 from disttrain.store import HashStore

@@ -24,9 +24,9 @@ from disttrain.flight_recorder.dumps.rings.reader import decode_ring, parse_stac
 from disttrain.flight_recorder.live.watchdog import Waiting
 from disttrain.flight_recorder.record.process.process_state import start_of
 from disttrain.flight_recorder.record.record import Frame, State
+from disttrain.flight_recorder.record.ring import descriptions as descriptions_module
 from disttrain.flight_recorder.record.ring import layout
 from disttrain.flight_recorder.record.ring import ring as ring_module
-from disttrain.flight_recorder.record.ring.ring import descriptions as descriptions_module
 from disttrain.process_group import World, entered_world
 from disttrain.store import HashStore
 

@@ -78,6 +78,17 @@ def test_a_cast_is_not_used_for_what_is_no_longer_there() -> None:
         assert num_casts_of(leaf, lambda: [float8_linear(leaf * 1.0, weight) for _ in range(2)]) == 2
 
 
+def test_a_cast_of_inference_mode_is_of_no_use_to_a_backward() -> None:
+    leaf, weight = drawn(4, 32).float().requires_grad_(), drawn(48, 32, seed=1).float()
+    x = leaf * 1.0
+    with torch.inference_mode():
+        before = float8_linear(x, weight)
+    result = float8_linear(x, weight)
+    assert torch.equal(result, before)
+    result.sum().backward()
+    assert leaf.grad is not None
+
+
 def test_a_cast_goes_with_its_input() -> None:
     x, weight = drawn(4, 32).float().requires_grad_() * 1.0, drawn(48, 32, seed=1).float()
     float8_linear(x, weight)

@@ -342,3 +342,34 @@ def test_views_of_a_cut_parameter_see_a_step() -> None:
     for seen, after in run_threads(2, on_rank):
         assert torch.equal(seen, torch.full((3,), 0.5))
         assert torch.equal(after, torch.tensor([0.5, 1.0, 0.5, 0.5])[:, None].expand(4, 3))
+
+
+def test_steps_are_counted_together_whoever_has_gradients() -> None:
+    """One tensor holds those that are counted together, also with loads, copies and parameters without gradients."""
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(4)]
+    optimizer = AdamW(parameters, lr=0.1)
+    expected = [0] * 4
+
+    def step(*indices: int) -> None:
+        for index, parameter in enumerate(parameters):
+            parameter.grad = torch.ones(2) if index in indices else None
+            expected[index] += index in indices
+        optimizer.step()
+        found = [int(optimizer.state[each]["step"]) if each in optimizer.state else 0 for each in parameters]
+        assert found == expected
+
+    for indices in [(0, 1), (0, 1), (1,), (0, 1, 2, 3), (3,), (0, 1, 2, 3)]:
+        step(*indices)
+    assert len({id(optimizer.state[each]["step"]._base) for each in parameters}) == 2
+    saved = copy.deepcopy(optimizer.state_dict())
+    step(0, 1, 2, 3)
+    optimizer.load_state_dict(saved)
+    expected = [count - 1 for count in expected]
+    step(0, 1, 2, 3)
+    optimizer = copy.deepcopy(optimizer)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    step(0, 1, 2, 3)
+    step(2)
+    optimizer.state[parameters[0]]["step"] = torch.tensor(7.0)
+    expected[0] = 7
+    step(0, 1, 2, 3)

@@ -50,7 +50,8 @@ class StepGraph:
         with recording(memory) as host, listed_operations() as self._replays:
             self._results, self._structure = self._record(step, args, kwargs, pool)
         self._host: Recording = host
-        self.grads_after = subjects.grads()
+        pairs = zip(subjects.parameters, self.grads_before, subjects.grads(), strict=True)
+        self._new_grads = [(parameter, new) for parameter, old, new in pairs if new is not old]
         self._written = [tensor for tensor, version in subjects.versions().items() if written.get(tensor) != version]
 
     def _record(self, step: Callable[..., Any], args: Any, kwargs: Any, pool: Any) -> tuple[list[Any], Any]:
@@ -101,7 +102,10 @@ class StepGraph:
         self._graph.reset()
 
     def play_first(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Have the GPU do what was recorded; the host's part was done meanwhile. Returns the step's results."""
+        """Have the GPU do what was recorded; the host's part was done meanwhile. Returns the step's results.
+
+        Gradients are those that the recording has left.
+        """
         self._replays.begin(is_first=True)
         self._fill(tensors)
         for part in self._host.parts:
@@ -111,15 +115,15 @@ class StepGraph:
         return self._end()
 
     def play(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The whole step; returns its results, in memory of their own."""
+        """The whole step; returns its results, in memory of their own. Gradients are `grads_before`."""
         self._replays.begin()
         self._fill(tensors)
         for part in self._host.parts:
             part.before_replay()
         self._graph.replay()
         self._replays.end()
-        for part in self._host.parts:
-            part.after_replay()
+        for parameter, grad in self._new_grads:
+            parameter.grad = grad
         return self._end()
 
     def _fill(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -128,12 +132,11 @@ class StepGraph:
                 part_of(static_input).copy_(part_of(tensor), non_blocking=True)
 
     def _end(self) -> Any:
-        now = self.subjects.grads()
-        for parameter, old, new in zip(self.subjects.parameters, now, self.grads_after, strict=True):
-            if new is not old:
-                parameter.grad = new
         # What others keep by a tensor's version must not outlive writes that torch has not seen.
         count_writes(self._written)
+        # After that, since parts note what the versions are.
+        for part in self._host.parts:
+            part.after_replay()
         return tree_unflatten([_result(value) for value in self._results], self._structure)
 
 

@@ -14,13 +14,19 @@ from torch.optim import Optimizer
 from disttrain.compiling.capture.comparing import play_and_compare
 from disttrain.compiling.capture.forms import OPERATION, Form, form_of
 from disttrain.compiling.capture.graph import StepGraph
-from disttrain.compiling.capture.subjects import Subjects, roots_of
+from disttrain.compiling.capture.host import HostState
+from disttrain.compiling.capture.subjects import Subjects, keepers_of, roots_of
 from disttrain.errors import CompileError, ShapeError
 from disttrain.process_group.current import current_world, has_world
 from disttrain.process_group.watching.recorded_alike import Agreement, last_used
 from disttrain.process_group.world import World
 
 _log = logging.getLogger(__name__)
+
+_DRAWN: Final = (
+    f"{OPERATION}: random numbers were drawn on the host while the step was recorded. If the step has drawn them, each "
+    "replay takes the same ones: draw on the GPU, or give them as tensors."
+)
 
 MAX_FORMS: Final = 256
 """Forms of arguments, and states of modules, of which calls are counted."""
@@ -156,14 +162,20 @@ class CapturedStep:
         if len(self._graphs) >= self._max_graphs:
             return self._run_as_it_is(args, kwargs, f"there are {self._max_graphs} recordings already: see max_graphs.")
         agreement = Agreement(_world(), self._used_groups)
-        graph = None
+        graph = host = None
         try:
             _check(subjects)
+            host = HostState(subjects, keepers_of(self.step))
             if not self._graphs or self._pool is None:
                 # That of graphs which are gone is gone with them.
                 self._pool = torch.cuda.graph_pool_handle()
             graph = StepGraph(self.step, form, tensors, subjects, self._pool)
             _check(subjects)
+            if reason := host.changes():
+                raise CompileError(OPERATION, reason, "Do that after the call, or call the step as it is.")
+            if host.has_drawn():
+                # Before the ranks agree: where warnings are errors, no other may launch.
+                warnings.warn(_DRAWN, stacklevel=3)
             agreement.agree(graph.recorded())
         except Exception as error:
             # torch takes it to be recorded into for ever.
@@ -171,6 +183,9 @@ class CapturedStep:
             agreement.refuse(error)
             if graph is not None:
                 graph.release(f"it was not agreed on: {error}")
+            if host is not None:
+                host.restore()
+                subjects.forget_recording()
             raise
         # Kept with the gradients that it was recorded with, so that their ids are nobody else's.
         self._graphs[form, state, tuple(map(id, graph.grads_before))] = graph

@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from disttrain.compiling._torch import (
     grads_of,
@@ -28,6 +29,8 @@ from disttrain.kernels.attention.context.current import state_of_block
 
 _MAX_DEPTH = 4
 _TRAINING: Final = attrgetter("training")
+_ROOTS: Final = (nn.Module, Optimizer)
+_KEEPERS: Final = (LRScheduler, torch.amp.GradScaler)
 _END: Final = object()
 """Follows each list in one of several, so that none can be longer or shorter than it was."""
 
@@ -61,8 +64,15 @@ class Subjects:
         self.optimizers = [root for root in roots if isinstance(root, Optimizer)]
         self.parameters = self._parameters()
         # What is asked at each replay is asked in few loops, that make no object for what they ask about.
-        self._registered = [register.values() for module in self.modules for register in registers_of(module)]
+        # Most are empty, and to ask whether one still is takes a third of the time of going through it.
+        registers = [register for module in self.modules for register in registers_of(module)]
+        self._registered = [register.values() for register in registers if register]
+        self._no_registers = [register for register in registers if not register]
         self._hooks = [hooks for module in self.modules for hooks in hooks_of(module)]
+        self._hooked, self._unhooked = (
+            [each for each in self._hooks if each],
+            [each for each in self._hooks if not each],
+        )
         self._had = [*self._structure()]
         self._last: tuple[tuple[Any, ...], int, State] | None = None
         """The latest state: by what it was told, and the number of hooks that had been registered."""
@@ -79,7 +89,7 @@ class Subjects:
         """True if these are the roots, with the modules and parameters that they had."""
         if len(roots) != len(self.roots) or any(root is not old for root, old in zip(roots, self.roots, strict=True)):
             return False
-        return all(map(is_, self._structure(), self._had))
+        return not any(self._no_registers) and all(map(is_, self._structure(), self._had))
 
     def grads(self) -> list[torch.Tensor | None]:
         """The gradient of each parameter."""
@@ -90,7 +100,7 @@ class Subjects:
         it is equal to that."""
         parts = (
             [*map(_TRAINING, self.modules)],
-            [*map(len, self._hooks)],
+            [*map(len, self._hooks if any(self._unhooked) else self._hooked)],
             which_require_grad(self.parameters),
             [_options(optimizer) for optimizer in self.optimizers],
             torch.is_grad_enabled(),
@@ -104,8 +114,9 @@ class Subjects:
             keys = tuple(chain.from_iterable(self._hooks))
             # What the subjects hold keeps its identity.
             structure = tuple(map(id, self._had))
+            lengths = tuple(map(len, self._hooks))
             told = tuple(tuple(part) if isinstance(part, list) else part for part in parts)
-            self._last = parts, handles, State((structure, keys, *told))
+            self._last = parts, handles, State((structure, keys, lengths, told[0], *told[2:]))
         return self._last[2]
 
     def prepare(self) -> None:
@@ -115,13 +126,22 @@ class Subjects:
             if forget is not None:
                 forget()
 
+    def forget_recording(self) -> None:
+        """A recording has failed: modules that gather parameters have not got them."""
+        for module in self.modules:
+            forget = getattr(module, "forget_recording", None)
+            if forget is not None:
+                forget()
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """All that a step may write to, by names for people, without gradients."""
         named: dict[str, torch.Tensor] = {}
-        for root in self.roots:
-            if isinstance(root, nn.Module):
-                named |= {f"parameter {name}": parameter for name, parameter in root.named_parameters()}
-                named |= {f"buffer {name}": buffer for name, buffer in root.named_buffers()}
+        modules = [root for root in self.roots if isinstance(root, nn.Module)]
+        for index, root in enumerate(modules):
+            # Two models, as teacher and student, have parameters of the same names.
+            owner = f"module {index}'s " if len(modules) > 1 else ""
+            named |= {f"{owner}parameter {name}": parameter for name, parameter in root.named_parameters()}
+            named |= {f"{owner}buffer {name}": buffer for name, buffer in root.named_buffers()}
         for index, optimizer in enumerate(self.optimizers):
             for number, state in enumerate(optimizer.state.values()):
                 tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
@@ -168,18 +188,25 @@ def _options(optimizer: Optimizer) -> tuple[Any, ...]:
 def roots_of(function: Callable[..., Any], more: Iterable[Any] = ()) -> list[Any]:
     """The modules and optimizers that `function` refers to: as a method's object or its attributes, in its closure, its
     globals, its defaults, in functions that it refers to; and `more`."""
-    return list({id(root): root for root in (*more, *_referred(function, _MAX_DEPTH, set()))}.values())
+    return list({id(root): root for root in (*more, *_referred(function, _MAX_DEPTH, set(), _ROOTS))}.values())
 
 
-def _referred(value: Any, depth: int, seen: set[int]) -> Iterator[Any]:
+def keepers_of(function: Callable[..., Any]) -> list[Any]:
+    """The LR schedulers and loss scalers that `function` refers to, also those within other schedulers."""
+    return list(_referred(function, _MAX_DEPTH, set(), _KEEPERS))
+
+
+def _referred(value: Any, depth: int, seen: set[int], kinds: tuple[type, ...]) -> Iterator[Any]:
+    """The objects of these `kinds`; nothing is looked for within modules and optimizers."""
     if id(value) in seen or depth < 0:
         return
     seen.add(id(value))
-    if isinstance(value, nn.Module | Optimizer):
+    if isinstance(value, kinds):
         yield value
+    if isinstance(value, _ROOTS):
         return
     for each in _references(value):
-        yield from _referred(each, depth - 1, seen)
+        yield from _referred(each, depth - 1, seen, kinds)
 
 
 def _references(value: Any) -> Iterable[Any]:

@@ -38,6 +38,7 @@ from disttrain.dtensor.dispatch.call_plan import (
 from disttrain.dtensor.dispatch.even_bags import specs_of_even_bags
 from disttrain.dtensor.dispatch.foreach import NORM, bind_lists, is_of_lists
 from disttrain.dtensor.dispatch.implicit import replicates_plain
+from disttrain.dtensor.dispatch.into_out import into_out, without_out
 from disttrain.dtensor.dispatch.keys import Key, form_of_key, key_of_call, leader_of_list
 from disttrain.dtensor.dispatch.mixed import (
     are_scalars_apart,
@@ -231,7 +232,12 @@ def _plan(wrap: Wrap, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
     by_others = BY_OTHERS.get(op)
     if by_others is not None:
         return _Plan(lambda args, kwargs: by_others(*args, **kwargs))
-    return _Plan(lambda args, kwargs: run_whole(wrap, op, OpCall(op, op_facts, args, kwargs, specs, ()), tensors))
+
+    def whole(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return run_whole(wrap, op, OpCall(op, op_facts, args, kwargs, specs, ()), tensors)
+
+    returning = without_out(op)
+    return _Plan(whole if returning is None else partial(into_out, partial(dispatch, wrap), returning, whole))
 
 
 def _on_others(tensors: Sequence[torch.Tensor], run: Run) -> Run:

@@ -12,7 +12,6 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,12 +21,13 @@ from disttrain._python.garbage import uncollected
 from disttrain.errors import FlightDumpError
 from disttrain.flight_recorder.dumps.words import rank_name
 from disttrain.flight_recorder.record.device.marks import Cuda, DeviceMarks
-from disttrain.flight_recorder.record.process.callers import EIGHT, Walker, walker
+from disttrain.flight_recorder.record.process.callers import EIGHT, Walker, are_callers, walker
 from disttrain.flight_recorder.record.process.symbols import PACKAGE
 from disttrain.flight_recorder.record.ring import layout
 from disttrain.flight_recorder.record.ring.descriptions import Descriptions, Site
 from disttrain.flight_recorder.record.ring.header import ring_header
 from disttrain.flight_recorder.record.ring.ring import Ring
+from disttrain.flight_recorder.record.shapes import several, shapes_of
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -51,9 +51,6 @@ _WAITS_WORD: Final = layout.WAITS_WORD
 _ENDED_WORD: Final = layout.ENDED_WORD
 _SEQUENCE_WORD: Final = layout.SEQUENCE_WORD
 
-_shape_of: Final = attrgetter("shape")
-_dtype_of: Final = attrgetter("dtype")
-
 _LISTED: Final = (-1, 0)
 """In place of a record: no slot has this number."""
 
@@ -72,7 +69,7 @@ class FlightRecorder:
 
     def __init__(self, num_records: int = 2000, num_frames: int = 8, *, marks_device: bool = True) -> None:
         self._num_records = num_records
-        self._num_frames = num_frames
+        self._num_frames, self._num_inside = num_frames, 3 * num_frames
         self._marks_device = marks_device
         self._walkers: dict[str, Walker] = {}
         self._world: World | None = None
@@ -185,9 +182,9 @@ class FlightRecorder:
             elif not inputs:
                 brought = None
             else:
-                brought = outputs[0].shape if len(outputs) == 1 else _shapes(outputs)
+                brought = outputs[0].shape if len(outputs) == 1 else shapes_of(outputs)
         else:
-            shape, dtype, brought = _several(inputs, outputs)
+            shape, dtype, brought = several(inputs, outputs)
         world = group.world
         action, module, label = self._label
         # Before the site: to describe a label may make what is known of sites be forgotten.
@@ -221,7 +218,7 @@ class FlightRecorder:
             # fmt: on
         if not is_next:
             arguments = operation, group.group_name, peer_rank, how, shape, dtype, brought
-            site = last.following = self._site_of(first, arguments, group, inputs, outputs)
+            site = last.following = self._site_of(site, first, arguments, group, inputs, outputs)
         self._last = site
         if not sequence and (messages := site.messages) is not None:
             sequence = next(messages)
@@ -344,13 +341,17 @@ class FlightRecorder:
 
     def _site_of(
         self,
+        expected: Site,
         first: FrameType,
         arguments: tuple[Any, ...],
         group: GroupLike,
         inputs: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
     ) -> Site:
-        """The site of a call from frame `first` on that asks for so much, among all; learnt where it is new."""
+        """The site of a call from frame `first` on that asks for so much, among all; learnt where it is new. The one
+        `expected` is tried first."""
+        if expected.arguments == arguments and are_callers(expected.callers, self._num_inside, first):
+            return expected
         file = first.f_code.co_filename
         codes, offsets = callers = (self._walkers.get(file) or self._walker_of_file(file))(first)
         key = *arguments, offsets
@@ -358,7 +359,9 @@ class FlightRecorder:
             if site.codes == codes:
                 return site
         site = self._descriptions.site(key, group, inputs, outputs, callers)
-        if len(codes) == EIGHT == self._num_frames and not file.startswith(PACKAGE):
+        if file.startswith(PACKAGE):
+            site.arguments, site.callers = arguments, [*zip(codes, offsets, strict=True)]
+        elif len(codes) == EIGHT == self._num_frames:
             operation, group_name, peer_rank, how, site.shape, dtype, brought = arguments
             site.key = operation, group_name, peer_rank, how, dtype, brought, *offsets[1:], *codes[1:]
             site.offset, site.code = offsets[0], codes[0]
@@ -366,7 +369,7 @@ class FlightRecorder:
 
     def _walker_of_file(self, file: str) -> Walker:
         """The function that walks over the callers of `file`; looked up once for each."""
-        num_frames = 3 * self._num_frames if file.startswith(PACKAGE) else self._num_frames
+        num_frames = self._num_inside if file.startswith(PACKAGE) else self._num_frames
         file_walker = self._walkers[file] = walker(num_frames)
         return file_walker
 
@@ -374,24 +377,3 @@ class FlightRecorder:
         label = self._descriptions.label(action, module)
         self._label = (action, module, label)
         return label
-
-
-def _several(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> tuple[Any, Any, Any]:
-    """Shapes and dtypes of what is given, and the shapes of what comes of it."""
-    if inputs:
-        return _in_short([*map(_shape_of, inputs)]), _in_short([*map(_dtype_of, inputs)]), _shapes(outputs)
-    return _in_short([*map(_shape_of, outputs)]), _in_short([*map(_dtype_of, outputs)]), None
-
-
-def _shapes(tensors: Sequence[torch.Tensor]) -> Any:
-    """The shape of one tensor, or those of several, in short."""
-    if len(tensors) == 1:
-        return tensors[0].shape
-    return _in_short([*map(_shape_of, tensors)])
-
-
-def _in_short(values: list[Any]) -> tuple[Any, ...]:
-    """The same of all and how many, or all of them: one that is alike takes less to hash and compare than many."""
-    if not values:
-        return ()
-    return (values[0], len(values)) if values.count(values[0]) == len(values) else tuple(values)

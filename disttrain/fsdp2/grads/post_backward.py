@@ -22,7 +22,8 @@ def watch_inputs(
         return tensor
 
     for_each_tensor(args, collect)
-    for_each_tensor(kwargs, collect)
+    if kwargs:
+        for_each_tensor(kwargs, collect)
     if not inputs:
         return args, kwargs
     outputs = iter(_PostBackward.apply(post_backward, *inputs))  # type: ignore[no-untyped-call]
@@ -30,7 +31,7 @@ def watch_inputs(
     def replace(tensor: torch.Tensor) -> torch.Tensor:
         return next(outputs) if tensor.requires_grad else tensor
 
-    return for_each_tensor(args, replace), for_each_tensor(kwargs, replace)
+    return for_each_tensor(args, replace), for_each_tensor(kwargs, replace) if kwargs else kwargs
 
 
 class _PostBackward(torch.autograd.Function):

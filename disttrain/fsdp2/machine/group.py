@@ -99,6 +99,11 @@ class Group:
         fresh = {"status": Status.SHARDED, "gathered_with": (), "bundle": None, "buckets": None, "reduced": set()}
         return {**self.__dict__, **fresh, "has_taken_part": False}
 
+    def forget_run(self) -> None:
+        """Nothing is gathered or under way."""
+        self.status, self.gathered_with = Status.SHARDED, ()
+        self.reduced, self.has_taken_part = set(), False
+
     @property
     def is_unsharded(self) -> bool:
         """True where modules may compute with the gathered parameters."""
@@ -129,6 +134,11 @@ class Bundle:
     def begin(self) -> None:
         """A forward or a backward of the whole model begins: all are to come."""
         self._used.clear()
+
+    def forget_run(self) -> None:
+        """Nothing is used or owed."""
+        self._used.clear()
+        self.owed = {}
 
     def to_gather(self, group: Group) -> Sequence[Group]:
         """Returns the groups to gather when `group` is needed: itself, and those of the others that have not been used

@@ -52,6 +52,13 @@ class Model:
         for bundle in self.bundles:
             bundle.begin()
 
+    def forget_run(self) -> None:
+        """No iteration is under way. The order that was learnt before stays."""
+        self.is_in_forward, self.backward = False, Backward.NONE
+        self.order.forget_run()
+        for bundle in self.bundles:
+            bundle.forget_run()
+
     def iteration_begins(self, written: Collection[Group]) -> do.Commands:
         """The root's forward begins. Parameters that were gathered before may have been overwritten, and are gathered
         again. Those that the user keeps unsharded are gathered again only if their shards have been `written` to."""

@@ -28,6 +28,11 @@ class ExecutionOrder(Generic[Member]):
         self._now = []
         self._on_path = bool(self._learnt)
 
+    def forget_run(self) -> None:
+        """The iteration that has begun is as if it had not."""
+        self._now = []
+        self._on_path = False
+
     @property
     def is_over(self) -> bool:
         """True when as many have run as in the last iteration; False while none is known."""

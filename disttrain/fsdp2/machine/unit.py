@@ -82,6 +82,13 @@ class Unit:
         self.to_run.clear()
         self.num_running = 0
 
+    def forget_run(self) -> None:
+        """Neither a forward nor a backward is under way, and nothing is gathered."""
+        self.forget_forward()
+        self.release_to_machine()
+        self.is_silent = self.awaits_post_backward = self.is_alone = False
+        self.num_methods = 0
+
     def release_to_machine(self) -> None:
         """Lets the machine free again what the user has gathered."""
         self.is_kept_unsharded = self.is_shown_on_request = False

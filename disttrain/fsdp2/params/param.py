@@ -228,7 +228,9 @@ class ShardedParam:
         """The gradient of the whole, with the cut dim in front; of a DTensor, this rank's part of it. Collective where
         another parallelism has left it to be summed."""
         if self._earlier_grad is None:
-            grad = self._own_grad()
+            grad = None if self.unsharded is None else self.unsharded.grad
+            if type(grad) is not torch.Tensor or grad.layout is not torch.strided:
+                grad = self._own_grad()
         else:
             self.keep_grad(self._earlier_grad.dtype)
             grad = self._earlier_grad

@@ -10,7 +10,7 @@ from weakref import ref
 import torch
 
 from disttrain.dtensor.local_part import local_part
-from disttrain.fsdp2._torch import base_of, call_when_added
+from disttrain.fsdp2._torch import base_of, call_when_added, out_of_grad
 from disttrain.fsdp2.faults.checks import common_dtype, refuse_device, refuse_parts_on_meta
 from disttrain.fsdp2.grads.reduced import hand_out, parts_of, to_host
 from disttrain.fsdp2.grads.sums import GradSums
@@ -285,11 +285,23 @@ class ParamGroup:
     def holds(self, tensor: torch.Tensor) -> bool:
         """True for a gathered parameter and views of it."""
         base = base_of(tensor)
+        if type(base) is torch.Tensor:
+            return False  # no parameter: asked of each output
         return any(param.unsharded is base for param in self.params)
 
     def drop_cast(self) -> None:
         """Forget shards in the dtype that is gathered, which were cast for gathers that have been."""
         self.cast_shards = None
+
+    def forget_run(self) -> None:
+        """Have the shards alone. Waits for nothing: what is under way, or gathered, was never computed."""
+        self.gathering = self._kept = None
+        if self._unsharded is not None:
+            self.hide()
+            self._unsharded.free()
+        self.drop_cast()
+        self.drop_grads()
+        self.state.forget_run()
 
     def drop_grads(self) -> None:
         """Forget unsharded gradients that have not been reduced, and those not reduced over the replicas."""
@@ -338,7 +350,7 @@ class ParamGroup:
                 (param, part) for param, part in zip(done.receivers, parts, strict=True) if param is not None
             )
             return
-        with torch.no_grad():
+        with out_of_grad():
             flat = done.output.to(self._orig_dtype)
             if self.is_offloaded:
                 is_pinned = self._flat is not None and self._flat.is_pinned()

@@ -63,6 +63,12 @@ class Comm:
             end = part.reduction.wait if id(part.reduction) in wanted else part.reduction.drop
             end(self.streams)
 
+    def forget_run(self) -> None:
+        """Nothing that was queued will be computed: neither results nor events are waited for."""
+        self.reducing = []
+        self.copied_out = self.ready = self.offloaded = self.uploaded = None
+        self.several_grads.forget()
+
     def finish_offload(self) -> None:
         """Wait, on the host, until all gradients that go there have come."""
         if self.offloaded is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from disttrain.fsdp2._torch import out_of_inference
+from disttrain.fsdp2._torch import out_of_grad, out_of_inference
 from disttrain.fsdp2.faults.lone_errors import tell_of
 from disttrain.fsdp2.transfers.collectives import Gather, sent_numels, start_gather, start_gather_in_place
 
@@ -41,7 +41,7 @@ class Gathering:
         self._gather.wait(self._comm.streams)
         output = self._gather.output
         if output is not None:
-            with out_of_inference(), torch.no_grad():
+            with out_of_inference(), out_of_grad():
                 self._write(output)
             # The buffer belongs to the all-gather stream: it must not be handed out again while it is being read here.
             self._comm.release_gathered()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from disttrain.dtensor.gradients.settled import settle_together
+from disttrain.fsdp2._torch import out_of_grad
 from disttrain.fsdp2.params.flat import FlatPlan, plan_flat
 from disttrain.fsdp2.params.param import ShardedParam
 from disttrain.fsdp2.transfers.collectives import Averaging, Reduction, ReductionPlan, start_reduction
@@ -39,7 +40,7 @@ class _Part:
             self.num_in_place = sum(in_place[param] for param in trained)
         is_whole = self.params == group.params
         self.plan = group.plan if is_whole else plan_of(group, self.params)
-        with torch.no_grad():
+        with out_of_grad():
             grads = [param.unsharded_grad() for param in self.params]
             receives_anyway = all_receive or group.state.reduces_unused
             self.receivers = [
@@ -71,8 +72,9 @@ def reduce_together(owed: Sequence[Owed], scale: float | None = None) -> None:
     """
     first = owed[0][0]
     comm = first.own_comm()
-    of_others = (param for _, params in owed for param in params if param.unsharded_spec is not None)
-    settle_together(param.unsharded for param in of_others if param.unsharded is not None)
+    of_others = [param for _, params in owed for param in params if param.unsharded_spec is not None]
+    if of_others:
+        settle_together(param.unsharded for param in of_others if param.unsharded is not None)
     # Parameters in place come first in a message. If it has several groups, either all of their parameters are in place
     # or none.
     may_be_in_place = len(owed) == 1 or reduces_in_place([group.in_place for group, _ in owed])
@@ -90,7 +92,7 @@ def reduce_together(owed: Sequence[Owed], scale: float | None = None) -> None:
         first.hook_stream,
         sum(part.num_in_place for part in parts),
     )
-    with torch.no_grad():
+    with out_of_grad():
         grads = [*chain.from_iterable(part.grads for part in parts)]
         unreduced = _unreduced(parts)
         is_direct = reduction_plan.changes_nothing(unreduced) and all(part.fits(dtype) for part in parts)

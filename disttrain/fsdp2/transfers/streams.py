@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Final
 
 import torch
+
+_NO_STREAM: Final = nullcontext()
 
 
 class CommStreams:
@@ -24,15 +27,15 @@ class CommStreams:
 
     def gathering(self) -> AbstractContextManager[object]:
         """Work inside is queued on the all-gather stream."""
-        return nullcontext() if self._gather is None else self._gather
+        return _NO_STREAM if self._gather is None else self._gather
 
     def reducing(self) -> AbstractContextManager[object]:
         """Work inside is queued on the reduce-scatter stream."""
-        return nullcontext() if self._reduce is None else self._reduce
+        return _NO_STREAM if self._reduce is None else self._reduce
 
     def replicating(self) -> AbstractContextManager[object]:
         """Work inside is queued on the stream of sums over replicas."""
-        return nullcontext() if self._replicate is None else self._replicate
+        return _NO_STREAM if self._replicate is None else self._replicate
 
     @contextmanager
     def on(self, stream: torch.cuda.Stream | None, used: torch.Tensor) -> Iterator[None]:

@@ -36,6 +36,7 @@ from disttrain.kernels.attention.rules import (
     seen,
 )
 from disttrain.kernels.operators import define
+from disttrain.kernels.recording import kept_for_graph
 
 Score = Callable[..., torch.Tensor]
 _NUM_KEPT: Final = 16
@@ -184,7 +185,7 @@ class _Kept:
             prepared = self._prepared.get(key)
             if prepared is not None:
                 self._prepared.move_to_end(key)
-                return prepared
+                return kept_for_graph(prepared, query.device)
         # Tensors made in inference mode would be of no use in training.
         with torch.inference_mode(False), torch.no_grad():
             prepared = prepare(rule, query, num_keys)

@@ -49,8 +49,9 @@ class LatestCast:
             if recording is None and torch.cuda.is_current_stream_capturing():
                 return None
             stream = torch.cuda.current_stream(x.device).cuda_stream
-        depends_on = x._version, x.data_ptr(), dtype, by_rows, stream, recording, threading.get_ident()
-        return CastKey(ref(x, self._forget), depends_on, wants_columns)
+        # What is made in inference mode can't be saved for a backward.
+        modes = stream, recording, threading.get_ident(), torch.is_inference_mode_enabled()
+        return CastKey(ref(x, self._forget), (x._version, x.data_ptr(), dtype, by_rows, *modes), wants_columns)
 
     def get(self, key: CastKey) -> Cast | None:
         """The cast of this key, if it is still known."""

@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 from disttrain.dtensor import DTensor
 from disttrain.dtensor.views.view_copy import count_writes
 from disttrain.errors import BackendError, ShapeError
-from disttrain.kernels._torch import count_up, version_of
+from disttrain.kernels._torch import version_of
 from disttrain.kernels.choice import choose, wide_dtype
 from disttrain.kernels.optimizers import reference as optimizer_reference
+from disttrain.kernels.optimizers.counts import count_steps
 from disttrain.kernels.optimizers.pieces import Pieces
 from disttrain.kernels.optimizers.recorded import Launch, RecordedStep
 from disttrain.kernels.optimizers.rules import ROW, Piece, Rule
@@ -126,7 +127,7 @@ class FusedOptimizer(Optimizer):
                 if recording is not None:
                     self._check_is_complete(parameter, group)
                 counted.append((parameter, self.begin_step(parameter, group), index))
-        steps = count_up([state["step"] for _, state, _ in counted])
+        steps = count_steps([state for _, state, _ in counted])
         names, taken = self._names(group), Pieces()
         at_step: defaultdict[Any, list[torch.Tensor]] = defaultdict(list)
         pieces: defaultdict[Any, list[Piece]] = defaultdict(list)
@@ -159,6 +160,11 @@ class FusedOptimizer(Optimizer):
         """Have the copies of the last step not used: they lie elsewhere after each."""
         for copies in self._copies:
             copies.forget()
+
+    def distrust_masters(self) -> None:
+        """Have masters compared with their parameters at the next step: a recording that failed has brought none of
+        them up to date."""
+        self._written.clear()
 
     def _recording(self) -> Recording | None:
         """The recording that this step is part of. Raises where others capture a graph: what the host puts into a

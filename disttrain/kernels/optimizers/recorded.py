@@ -12,6 +12,7 @@ import torch
 
 from disttrain.dtensor import DTensor
 from disttrain.dtensor.views.view_copy import count_writes
+from disttrain.kernels.optimizers.counts import joined_steps
 from disttrain.kernels.optimizers.rules import Rule, numbers_of
 
 
@@ -42,7 +43,7 @@ class Launch:
 class RecordedStep:
     """Counts the steps of replays, and writes the numbers of each step's rule where the recorded kernels read them.
 
-    The steps of a launch become parts of one tensor, so that counting them takes one operator, not one for each.
+    The steps of a launch are parts of one tensor, so that counting them takes one operator, not one for each.
     """
 
     def __init__(self, optimizer: Stepper, launches: Sequence[Launch]) -> None:
@@ -53,7 +54,10 @@ class RecordedStep:
         parameters = [(parameter, launch.group) for launch in launches for parameter in launch.parameters]
         states = [optimizer.state[parameter] for parameter, _ in parameters]
         self._with_masters = [entry for entry, state in zip(parameters, states, strict=True) if "master" in state]
-        self._counts = [_joined([optimizer.state[parameter] for parameter in each.parameters]) for each in launches]
+        self._counts = [
+            joined_steps([optimizer.state[parameter] for parameter in each.parameters]) for each in launches
+        ]
+        self._forms = [_form_of(launch.rule) for launch in launches]
         self._values = [state.values() for state in states]
         self._had = [*self._state_tensors()]
         self._sharded = [value for values in self._values for value in values if isinstance(value, DTensor)]
@@ -64,10 +68,10 @@ class RecordedStep:
             return f"{name}.max_norm was {self._max_norm}, and is {self._optimizer.max_norm}."
         if self._optimizer.state is not self._state or not all(map(is_, self._state_tensors(), self._had)):
             return f"{name} has other state tensors than it had: a state was loaded."
-        for launch, counts in zip(self._launches, self._counts, strict=True):
+        for launch, counts, form in zip(self._launches, self._counts, self._forms, strict=True):
             if not torch.equal(counts, counts[:1].expand_as(counts)):
                 return f"{name}'s parameters are not at the same step any more."
-            if replace(self._rule(launch, 1), **_NUMBERS) != replace(launch.rule, **_NUMBERS):
+            if _form_of(self._rule(launch, 1)) != form:
                 return f"{name}'s rule is another than it was."
         return ""
 
@@ -97,19 +101,16 @@ class RecordedStep:
         return self._optimizer.rule(launch.group, step)
 
 
-def _joined(states: Sequence[dict[str, Any]]) -> torch.Tensor:
-    """The steps of these states (n,), whose own are parts of it from now on."""
-    counts = torch.stack([state["step"] for state in states])
-    for state, count in zip(states, counts.unbind(), strict=True):
-        state["step"] = count
-    return counts
-
-
 _END: Final = object()
 _NUMBERS: Final[dict[str, Any]] = dict.fromkeys(
     ("lr", "weight_decay", "beta1", "beta2", "eps", "correction1", "correction2", "step"), 0
 )
 """The fields of a rule that may differ in each replay."""
+
+
+def _form_of(rule: Rule) -> Rule:
+    """The rule without its numbers."""
+    return replace(rule, **_NUMBERS)
 
 
 def _put(launch: Launch, rule: Rule) -> None:

@@ -6,7 +6,7 @@ Frames themselves are never kept, since they hold the locals of their functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import CodeType, FrameType
 from typing import Final
@@ -48,6 +48,19 @@ def eight_callers(first: FrameType) -> Callers:
         )
         # fmt: on
     return callers(EIGHT, first)
+
+
+def are_callers(known: Sequence[tuple[CodeType, int]], num_frames: int, first: FrameType) -> bool:
+    """True if these are the innermost `num_frames` from frame `first` on, each code with its offset.
+
+    To compare takes half the time of a walk that keeps what it finds.
+    """
+    frame: FrameType | None = first
+    for code, offset in known:
+        if frame is None or frame.f_lasti != offset or frame.f_code is not code:
+            return False
+        frame = frame.f_back
+    return frame is None or len(known) == num_frames
 
 
 def callers(num_frames: int, first: FrameType) -> Callers:

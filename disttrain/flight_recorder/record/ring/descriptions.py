@@ -40,10 +40,14 @@ class Site:
     Attributes: `codes`, of its callers; `number`; `counter`, the word of its group's or channel's; `messages`, what
     numbers messages; `following`, the site that was called after it last, which a loop calls after it again.
     To be known at once, a site with eight callers has `code` and `offset`, those of the innermost, the `shape` that is
-    asked for, and `key`, the rest: what else is asked for, the other offsets and codes.
+    asked for, and `key`, the rest: what else is asked for, the other offsets and codes. One that disttrain calls itself
+    has more `callers`, each with its offset, and `arguments`, all that is asked for.
     """
 
-    __slots__ = ("code", "codes", "counter", "following", "key", "messages", "number", "offset", "shape")
+    __slots__ = (
+        *("arguments", "callers", "code", "codes", "counter", "following", "key", "messages", "number", "offset"),
+        "shape",
+    )
 
     def __init__(self, codes: list[CodeType], number: int, counter: int, messages: itertools.count[int] | None) -> None:
         self.codes = codes
@@ -54,11 +58,13 @@ class Site:
         self.offset = -1
         self.shape: Any = None
         self.key: tuple[Any, ...] = ()
+        self.callers: Sequence[tuple[CodeType, int]] = ()
+        self.arguments: tuple[Any, ...] | None = None
         self.following: Site = self
 
     def forget(self) -> None:
         """Forgets the site: its number has no meaning from now on."""
-        self.code = None
+        self.code = self.arguments = None
         self.following = self
 
 
@@ -121,6 +127,8 @@ class Descriptions:
 
     def label(self, action: str, module: str) -> int:
         """The number of a label."""
+        if (known := self._labels.get((action, module))) is not None:
+            return int(known[1])
         with self._lock:
             entry = self._labels.get((action, module))
             if entry is None:

@@ -45,6 +45,7 @@ _SLOT_OF_2: Final = struct.Struct("@QIIIIQQQ")
 """Before version 3: without `waits_ns`, which the flags told, but for their last bit: in us after `began_ns`."""
 SLOT_WORDS: Final = SLOT.size // 8
 SEQUENCE_WORD: Final = 2
+BEGAN_WORD: Final = 3
 WAITS_WORD: Final = 4
 ENDED_WORD: Final = 5
 FAILED_BIT: Final = 1 << 32 if sys.byteorder == "little" else 1
