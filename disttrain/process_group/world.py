@@ -21,6 +21,7 @@ from disttrain.process_group.joining.connecting import Connecting
 from disttrain.process_group.watching.comparing import Comparing
 from disttrain.process_group.watching.observer import Observer, Recorder
 from disttrain.process_group.watching.refusals import Refusals
+from disttrain.process_group.watching.script_end import watch_script
 from disttrain.process_group.watching.stopping import Stopping
 from disttrain.process_group.work import Work
 from disttrain.ranks import Ranks
@@ -222,6 +223,7 @@ class World:
         if self.witness is None:
             self.witness = Responder(self.store, "witness", self.rank, self.comparing.answer, self._hear)
             self.comparing.stay()
+            watch_script(self)
 
     def destroy_group(self, group: ProcessGroup) -> None:
         if group not in self._groups:

@@ -43,7 +43,12 @@ def values_of(tensors: Sequence[Any]) -> list[torch.Tensor]:
 
 def run_whole(wrap: Wrap, op: OpOverload, call: OpCall, tensors: Sequence[Any]) -> Any:
     """Gathers all operands and computes on every rank. Results stay whole; operands that are written to return to their
-    layouts."""
+    layouts. Where parts are enough to fill an `out=`, nothing is gathered."""
+    out = call.keywords.get("out") if call.facts.is_pointwise else None
+    return _run_gathered(wrap, op, call, tensors) if out is None or not _put_parts(op, call, out) else out
+
+
+def _run_gathered(wrap: Wrap, op: OpOverload, call: OpCall, tensors: Sequence[Any]) -> Any:
     specs = [spec for spec in call.operands if spec is not None]
     layout = specs[0].layout.replicated()
     if call.facts.name in _DRAWN and call.operands[0] is not None and len(specs) == 1:
@@ -77,6 +82,33 @@ def run_whole(wrap: Wrap, op: OpOverload, call: OpCall, tensors: Sequence[Any]) 
         count_writes([tensor for tensor in tensors if id(tensor) in written])  # torch does so in other modes alone
     stand_ins = {id(wholes.get(id(tensor), tensor)): tensor for tensor in tensors if id(tensor) in written}
     return _wrapped_wholes(wrap, call.facts, result, layout, stand_ins)
+
+
+def _put_parts(op: OpOverload, call: OpCall, out: Any) -> bool:
+    """Computes on parts, and copies them into `out`, where it is a DTensor that the result fits: optimizers write so to
+    their averages. False where the whole is needed for it."""
+    out_spec: Spec | None = getattr(out, "_spec", None)
+    if (
+        out_spec is None
+        or hasattr(out, "_stands_apart")
+        or out_spec.layout.is_replicated
+        or out_spec.layout.has_partial
+    ):
+        return False
+    keywords = {name: value for name, value in call.keywords.items() if name != "out"}
+    values = [value for value in (*call.arguments, *keywords.values()) if isinstance(value, torch.Tensor)]
+    fits = all(spec is not None for spec in call.operands) and out_spec.shape == torch.broadcast_shapes(
+        *[value.shape for value in values]
+    )
+    if not fits or any(value.dtype != out.dtype for value in values):
+        return False
+    result = op.overloadpacket(*call.arguments, **keywords)
+    if result.dtype != out.dtype:
+        return False
+    out.copy_(result)
+    if torch.is_inference_mode_enabled():
+        count_writes([out])
+    return True
 
 
 def _resized(facts: OpFacts, spec: Spec, args: tuple[Any, ...]) -> Any:
