@@ -32,7 +32,8 @@ MEANINGS = {
 
 WAYS = """What runs by rules computes on the ranks' parts, and moves what it must. What has no rule gathers its
 operands: every rank computes the whole, and a warning says so once. Not counted are `out=` (computed on wholes, since
-it lies as the caller says), numbers that are read (`item`), and random numbers (drawn alike on all ranks).
+it lies as the caller says, unless the operator is elementwise), numbers that are read (`item`), and random numbers
+(drawn alike on all ranks).
 """
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 import weakref
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -26,34 +27,47 @@ _GRACE_S: Final = 2.0
 _MAX_NAMED: Final = 4
 
 
-class WatchedWorld(WorldLike, Protocol):
+class RefusingWorld(WorldLike, Protocol):
     """A world whose ranks tell each other what they cannot come to."""
 
     refusals: Refusals
 
 
-def watch_script(world: WatchedWorld) -> None:
-    """Watch this process's script until `world` is gone."""
-    watched, pid = weakref.ref(world), os.getpid()
+class ScriptEnd:
+    """Waits for the end of this process's script until it is closed, in a thread: none can be started by then."""
 
-    def ended(error: BaseException | None) -> None:
-        if os.getpid() == pid and kept_by():
-            timer = threading.Timer(_GRACE_S, _look, (watched, error))
-            timer.daemon = True
-            timer.start()
+    def __init__(self, world: RefusingWorld) -> None:
+        self._world = weakref.ref(world)
+        self._pid = os.getpid()
+        self._error: BaseException | None = None
+        self._is_closed = False
+        self._wake = threading.Event()
+        threading.Thread(target=self._watch, name="disttrain script end", daemon=True).start()
+        when_main_ends(self._note)
 
-    when_main_ends(ended)
+    def close(self) -> None:
+        """Wait no longer. Idempotent."""
+        self._is_closed = True
+        self._wake.set()
 
+    def _note(self, error: BaseException | None) -> None:
+        # Where nothing keeps the process, it is about to end: no thread is to wake while the interpreter goes.
+        if os.getpid() == self._pid and kept_by():
+            self._error = error
+            self._wake.set()
 
-def _look(watched: weakref.ref[WatchedWorld], error: BaseException | None) -> None:
-    threads, world = kept_by(), watched()
-    if not threads or world is None or world.witness is None or not world.groups:
-        return
-    names = ", ".join(thread.name for thread in threads[:_MAX_NAMED]) + (", ..." if len(threads) > _MAX_NAMED else "")
-    how = "has ended" if error is None else f"has failed ({type(error).__name__})"
-    _log.warning(
-        "the script of rank %d %s, but threads that are no daemons keep its process: %s", world.rank, how, names
-    )
-    if isinstance(error, Exception):
-        for group in world.groups:
-            world.refusals.end(group, "to go on", error)
+    def _watch(self) -> None:
+        self._wake.wait()
+        end_s = time.monotonic() + _GRACE_S
+        for thread in () if self._is_closed else kept_by():
+            thread.join(max(0.0, end_s - time.monotonic()))
+        world = self._world()
+        if self._is_closed or world is None or not (threads := kept_by()):
+            return
+        names = [thread.name for thread in threads[:_MAX_NAMED]] + ["..."] * (len(threads) > _MAX_NAMED)
+        how = "has ended" if self._error is None else f"has failed ({type(self._error).__name__})"
+        said = "the script of rank %d %s, but threads that are no daemons keep its process: %s"
+        _log.warning(said, world.rank, how, ", ".join(names))
+        if isinstance(self._error, Exception):
+            for group in world.groups:
+                world.refusals.end(group, "to go on", self._error)
