@@ -230,6 +230,13 @@ class DTensor(Traced, AsParameter, Outside, torch.Tensor):
             repeats = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
         return repeated(self, repeats)
 
+    def new(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]  # there it is of the class
+        """Of sizes a DTensor, as `new_empty`, which LBFGS asks for; of values a plain tensor, as torch's."""
+        sizes = args[0] if len(args) == 1 and isinstance(args[0], torch.Size) else args
+        if sizes and all(type(size) is int for size in sizes):
+            return self.new_empty(sizes, **kwargs)
+        return cast(torch.Tensor, super().new(*args, **kwargs))
+
     def _replicated(self, value: torch.Tensor) -> DTensor:
         """`value`, which all ranks have alike, beside this tensor."""
         return DTensor(value.to(self.device), Spec.of(self._spec.layout.replicated(), tuple(value.shape), value.dtype))

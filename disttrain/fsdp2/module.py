@@ -18,6 +18,7 @@ from disttrain.fsdp2.faults.failed_recordings import forget_recording
 from disttrain.fsdp2.faults.lost_writes import note_request, refuse_writes_on_request
 from disttrain.fsdp2.machine.schedule import finish_all, reduce_all, reshard_all, unshard_all
 from disttrain.fsdp2.machine.unit import Unit, forget_grads, keep_unsharded, release, reshard
+from disttrain.fsdp2.modules.wrapper_names import INSTEAD, instead_of
 from disttrain.fsdp2.params.cast_copies import CastCopies
 from disttrain.fsdp2.params.param_group import ParamGroup
 from disttrain.fsdp2.root import share_comm
@@ -51,6 +52,14 @@ class FSDPModule:
 
     Settings are made by all ranks alike, between iterations; with `recurse`, for all sharded modules below, too.
     """
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)  # type: ignore[misc]
+        except AttributeError:
+            if name not in INSTEAD or hasattr(type(self), name):
+                raise
+            raise instead_of(name, type(self).__name__) from None
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the module's own parameters, and keep them until `reshard` or the end of a backward. Collective.

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from disttrain.dtensor import DTensor
 from disttrain.errors import DistError, ShardingError
 from disttrain.fsdp2._torch import backward_is_running, is_transformed, out_of_graphs
 from disttrain.fsdp2.faults.checks import is_begun, refuse_begun, refuse_transform
@@ -25,7 +26,7 @@ from disttrain.fsdp2.faults.lost_writes import note_values, refuse_writes, writt
 from disttrain.fsdp2.faults.stale_graphs import refuse_stale, written_to
 from disttrain.fsdp2.faults.stale_optimizers import watch_stale_optimizers
 from disttrain.fsdp2.grads.asked import answer_for
-from disttrain.fsdp2.grads.post_backward import watch_inputs
+from disttrain.fsdp2.grads.post_backward import as_plain, watch_inputs
 from disttrain.fsdp2.machine.commands import Commands
 from disttrain.fsdp2.machine.group import Buckets
 from disttrain.fsdp2.machine.model import Backward, free_old
@@ -298,6 +299,8 @@ class ShardState:
             # forward in every later backward.
             tensor = tensor.view_as(tensor) if tensor.is_leaf else tensor
             tensor.register_hook(partial(self._pre_backward, gathered))
+            if not isinstance(tensor, DTensor):
+                tensor.register_hook(as_plain)
         return tensor
 
     def _pre_backward(self, gathered: Sequence[object], grad: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from disttrain.process_group.joining.connecting import Connecting
 from disttrain.process_group.watching.comparing import Comparing
 from disttrain.process_group.watching.observer import Observer, Recorder
 from disttrain.process_group.watching.refusals import Refusals
+from disttrain.process_group.watching.script_end import ScriptEnd
 from disttrain.process_group.watching.stopping import Stopping
 from disttrain.process_group.work import Work
 from disttrain.ranks import Ranks
@@ -94,6 +95,7 @@ class World:
         self.compares_calls = DEBUG.read() == "detail"
         self.witness: Responder | None = None
         self.refusals = Refusals(self)
+        self._script_end: ScriptEnd | None = None
         self.connecting = Connecting(self)
         self.comparing = Comparing(self)
         self.recall: Callable[[str, int], dict[str, Any] | None] = lambda group_name, sequence: None
@@ -222,6 +224,7 @@ class World:
         if self.witness is None:
             self.witness = Responder(self.store, "witness", self.rank, self.comparing.answer, self._hear)
             self.comparing.stay()
+            self._script_end = ScriptEnd(self)
 
     def destroy_group(self, group: ProcessGroup) -> None:
         if group not in self._groups:
@@ -264,6 +267,8 @@ class World:
         self.refusals.close()
         self.stopping.close()
         self.connecting.close()
+        if self._script_end is not None:
+            self._script_end.close()
         if self.witness is not None:
             self.comparing.leave()
         end_s = time.monotonic() + DROPPED_S

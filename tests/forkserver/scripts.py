@@ -121,6 +121,7 @@ def _exit_code_of(main: Callable[[], None]) -> int:
         print(ended.code, file=sys.stderr)
         return 1
     except BaseException as error:  # noqa: BLE001 -- as an interpreter does
+        sys.last_value = error
         sys.excepthook(type(error), error, error.__traceback__)
         return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     return os.EX_OK

@@ -17,7 +17,7 @@ from disttrain.fsdp2 import fully_shard
 from disttrain.testing import run_threads
 from tests.cases.shardings import check, normal
 
-X, Y, ROW = normal(5, 3), normal(5, 3, seed=1), normal(3, seed=2)
+X, Y = normal(5, 3), normal(5, 3, seed=1)
 
 OPERATORS: dict[str, Callable[..., torch.Tensor]] = {
     "maximum": torch.maximum,
@@ -50,6 +50,18 @@ def test_nothing_is_gathered_where_they_lie_alike() -> None:
             torch.maximum(x, y, out=x)
         assert not counts.get_total_counts()
         assert torch.equal(x.full_tensor(), torch.maximum(X, Y))
+
+    run_threads(2, main)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no sharding rule")
+def test_a_plain_tensor_gets_the_whole() -> None:
+    def main() -> None:
+        mesh = disttrain.init_device_mesh("cpu", (2,))
+        x, y = distribute_tensor(X, mesh, [Shard(0)]), distribute_tensor(Y, mesh, [Shard(1)])
+        out = torch.empty_like(X)
+        assert torch.maximum(x, y, out=out) is out
+        assert torch.equal(out, torch.maximum(X, Y))
 
     run_threads(2, main)
 

@@ -33,6 +33,9 @@ def into_out(
 ) -> Any:
     """Computes `op` by `dispatch` and copies the result to `out`; `otherwise` where torch would not just do that."""
     out = kwargs["out"]
+    # A plain tensor gets the whole result.
+    if not hasattr(out, "_spec"):
+        return otherwise(args, kwargs)
     result = dispatch(op, args, {name: value for name, value in kwargs.items() if name != "out"})
     # To give `out` another size, and to refuse a dtype, are not ours.
     if result.shape != out.shape or not torch.can_cast(result.dtype, out.dtype):

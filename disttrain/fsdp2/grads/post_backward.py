@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from disttrain.dtensor import DTensor
 from disttrain.fsdp2.modules.pytrees import for_each_tensor
 
 
@@ -32,6 +33,12 @@ def watch_inputs(
         return next(outputs) if tensor.requires_grad else tensor
 
     return for_each_tensor(args, replace), for_each_tensor(kwargs, replace) if kwargs else kwargs
+
+
+def as_plain(grad: torch.Tensor) -> torch.Tensor:
+    """The gradient of a plain output. It comes as a DTensor where a loss has a term of the parameters, such as a
+    penalty on their norms: a plain loss and a DTensor make a DTensor, whose gradient is that of both."""
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad
 
 
 class _PostBackward(torch.autograd.Function):

@@ -166,7 +166,9 @@ class Refusals:
 
 
 def _reason(error: Exception) -> str:
-    reason = error.problem if isinstance(error, DisttrainError) else f"{type(error).__name__}: {error}"
+    reason = (
+        error.problem if isinstance(error, DisttrainError) else f"{type(error).__name__}: {error}".rstrip(".: ") + "."
+    )
     return reason[:_MAX_REASON_CHARS]
 
 

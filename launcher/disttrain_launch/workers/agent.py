@@ -287,6 +287,9 @@ class Agent:
         # With other exit codes a script says that it has handled what it printed.
         has_raised = end.returncode == 1 or end.returncode < 0
         is_consequence = last_words.is_consequence(text)
+        if end.returncode == -signal.SIGABRT:
+            # By transports that have lost a rank, whose process lets go of its devices yet. They don't always say so.
+            is_consequence = is_consequence or self.output.has_raised(besides=worker.rank)
         return Failed(
             rank=worker.rank,
             local_rank=worker.local_rank,

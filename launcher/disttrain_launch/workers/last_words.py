@@ -21,6 +21,7 @@ _CHAINED = ("The above exception was the direct cause of", "During handling of t
 _CONSEQUENCE = re.compile(
     r"Connection (closed|reset) by peer|Broken pipe|Connection was likely closed|Socket Timeout by peer"
     r"|remote process (has )?(exited|terminated)|ncclRemoteError|communicator was aborted|peer (has )?died"
+    r"|watchdog thread terminated with exception: NCCL error|Watchdog caught collective operation timeout"
     r"|has left the job|not every rank came, nor can|: rank \d+ refused |has ended: |StoreConnectionError"
 )
 """The words of transports and stores, ours and torch's, when somebody else has gone."""
@@ -45,6 +46,11 @@ def summary(text: str) -> str:
 def is_consequence(text: str) -> bool:
     """True when the last exception says that a peer, or the store, went away."""
     return any(_CONSEQUENCE.search(line) for line in _message(_lines(text)))
+
+
+def is_own_error(text: str) -> bool:
+    """True when it ends with an exception that is not of others."""
+    return bool(summary(text)) and not is_consequence(text)
 
 
 def _of_current_thread(lines: list[str]) -> list[str]:

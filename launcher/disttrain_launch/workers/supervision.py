@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from disttrain.reports import REQUEUE_EXIT_CODE
 from disttrain_launch.workers.outcome import Changed, Failed, Interrupted, Outcome, Requeued, Succeeded, outweighs
@@ -162,10 +162,7 @@ class Supervision:
     def _workers_exited(self, local_ranks: frozenset[int], failures: tuple[Failed, ...]) -> list[Command]:
         is_first = len(self._alive) == self._num_workers
         self._alive -= local_ranks
-        # Who was about to end with an error of its own, and was too slow, has said so.
-        cause = self._cause_of(
-            [failure for failure in failures if -failure.returncode not in self._sent or failure.summary]
-        )
+        cause = self._cause_of(self._by_themselves(failures))
         if cause is not None and not self.is_stopping:
             return self._tell(cause) + self._end_if_over()
         if not self._alive and not self.is_stopping:
@@ -178,6 +175,16 @@ class Supervision:
         if isinstance(cause, Requeued) and isinstance(self._cause, Changed) and self._was_told:
             return [Tell(cause), *self._end_if_over()]
         return self._end_if_over()
+
+    def _by_themselves(self, failures: Iterable[Failed]) -> list[Failed]:
+        """Those that the launcher has not ended. Who was about to end with an error of its own, and was too slow, has
+        said so: it counts as ended by Python, with 1."""
+        stopped = {failed: -failed.returncode in self._sent for failed in failures}
+        return [
+            replace(failed, returncode=1) if was_stopped else failed
+            for failed, was_stopped in stopped.items()
+            if failed.summary or not was_stopped
+        ]
 
     def _cause_of(self, failures: Sequence[Failed]) -> Requeued | Failed | None:
         """The likeliest cause of several exits at once; none where all ended well."""

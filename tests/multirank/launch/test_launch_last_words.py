@@ -218,3 +218,81 @@ def test_of_each_attempt_there_is_one_verdict(forked_launches: Launches) -> None
         assert ended.stderr.count(f"    ValueError: bad batch 1.{attempt}\n") == 1, ended.stderr
         assert ended.stderr.count(f"it ended with ValueError (bad batch 1.{attempt})") == 1, ended.stderr
     assert ended.stderr.count("rank 0: stopped because rank 1 failed") == 3
+
+
+KEPT = """
+    import sys, threading, torch
+    import disttrain
+
+    disttrain.init_process_group(timeout=600)
+    rank = disttrain.get_rank()
+    disttrain.all_reduce(torch.ones(4))
+    if rank == 1:
+        threading.Thread(target=threading.Event().wait, name="uploads").start()
+        if sys.argv[1] == "raise":
+            raise ValueError("bad batch 17")
+        sys.exit(int(sys.argv[1]))
+    disttrain.all_reduce(torch.ones(4))
+"""
+
+
+def test_a_rank_that_fails_while_a_thread_keeps_its_process_is_to_blame_within_seconds(
+    forked_launches: Launches,
+) -> None:
+    """Python waits for such a thread before it ends, here for ever."""
+    ended = forked_launches.run("--nproc-per-node", "3", forked_launches.script(KEPT), "raise")
+    assert "has waited for" not in ended.stderr, "it is the watchdog that has found it out"
+    assert ended.exit_code == 1
+    lines = told(ended)
+    assert "disttrain-launch: ranks 0, 2: stopped because rank 1 failed: ValueError: bad batch 17" in lines
+    assert "    ValueError: bad batch 17" in lines
+    assert any("rank 1 failed first: exit code 1 after" in line for line in lines)
+    kept = "the script of rank 1 has failed (ValueError), but threads that are no daemons keep its process: uploads"
+    assert f"    {kept}" in lines
+    assert "flight recorder: Rank 1 did not come to all_reduce #2" in ended.stderr
+
+
+def test_a_rank_whose_script_has_ended_but_not_its_threads_is_named(forked_launches: Launches) -> None:
+    script = forked_launches.script(KEPT)
+    process = forked_launches.start("--nproc-per-node", "2", script, "3", DISTTRAIN_FLIGHT_SOFT_LIMIT_S="4")
+    assert process.stderr is not None
+    line = ""
+    while "from the dumps" not in line:
+        line = process.stderr.readline()
+        assert line, "the job has ended"
+        if "the script of rank 1" in line:
+            assert line.endswith("has ended, but threads that are no daemons keep its process: uploads\n")
+    assert line.endswith("its script has come to its end, but threads that are no daemons keep its process.\n")
+    process.send_signal(signal.SIGTERM)
+    forked_launches.end(process)
+
+
+ABORTING = """
+    import os, sys, time, traceback
+
+    if os.environ["RANK"] == "0":
+        if sys.argv[1] == "raised":
+            print("step 3", file=sys.stderr)
+            import atexit
+            atexit.register(time.sleep, float(sys.argv[2]))
+            raise ValueError("bad batch 17")
+        time.sleep(60)
+    time.sleep(1.0)
+    os.abort()
+"""
+
+
+@pytest.mark.parametrize("slow_s", ["2.5", "60"])
+def test_who_aborts_since_another_has_raised_has_not_failed_first(launches: Launches, slow_s: str) -> None:
+    """NCCL's watchdog ends its process when it has lost a rank, which lets go of its GPU for longer than that takes."""
+    ended = launches.run("--nproc-per-node", "2", launches.script(ABORTING), "raised", slow_s)
+    assert ended.exit_code == 1
+    assert "rank 0 failed first: exit code 1" in ended.stderr
+    assert "disttrain-launch: rank 1: failed as well: Fatal Python error: Aborted" in told(ended)
+    assert "rank 1 failed" not in ended.stderr
+
+
+def test_who_aborts_when_nobody_has_raised_has_failed_first(launches: Launches) -> None:
+    ended = launches.run("--nproc-per-node", "2", launches.script(ABORTING), "waiting")
+    assert ended.exit_code == 128 + signal.SIGABRT
+    assert "rank 1 failed first: killed by SIGABRT" in ended.stderr

@@ -15,6 +15,7 @@ import pytest
 
 from disttrain import REQUEUE_EXIT_CODE
 from tests.multirank.gated_storage import GatedStorage
+from tests.pages.code import blocks
 
 if TYPE_CHECKING:
     from tests.multirank.launch.conftest import Ended, Launches
@@ -318,3 +319,20 @@ def test_children_of_workers_live_while_these_save(launches: Launches) -> None:
     ended = launches.end(process)
     assert ended.lines == ["[rank 0] child None"]
     assert ended.exit_code == 128 + signal.SIGTERM
+
+
+def test_the_script_of_the_page_saves_leaves_and_goes_on(forked_launches: Launches) -> None:
+    """docs/launching.md's, with SIGTERM as a scheduler sends it; then it is started again for three more steps."""
+    (block,) = [block for block in blocks("docs/launching.md") if block.title == "preempted.py"]
+    endless = block.text.replace("NUM_STEPS = 2000", "NUM_STEPS = 1_000_000")
+    process = forked_launches.start("--nproc-per-node", "2", forked_launches.script(endless, block.title))
+    assert all("goes on from step 0" in line for line in forked_launches.ready(process, 2))
+    process.send_signal(signal.SIGTERM)
+    stopped = forked_launches.end(process)
+    assert stopped.exit_code == REQUEUE_EXIT_CODE, stopped.stderr
+    (saved,) = (forked_launches.folder / "runs" / "preempted").glob("step-*")
+    step = int(saved.name.removeprefix("step-"))
+    short = block.text.replace("NUM_STEPS = 2000", f"NUM_STEPS = {step + 3}")
+    again = forked_launches.run("--nproc-per-node", "2", forked_launches.script(short, block.title))
+    assert again.exit_code == 0, again.stderr
+    assert again.stdout.count(f"goes on from step {step}") == 2

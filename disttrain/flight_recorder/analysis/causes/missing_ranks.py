@@ -27,7 +27,7 @@ _IO_FILES: Final = (
 """Files of calls that wait for somebody outside the process, where a thread is innermost in one."""
 _DEVICE_FILES: Final = ("/torch/cuda/__init__.py", "/torch/cuda/streams.py", "/torch/accelerator/__init__.py")
 _OF_TRANSPORTS: Final = {"BackendError", "CollectiveTimeoutError", "StoreConnectionError", "StoreTimeoutError"}
-_OF_OTHERS: Final = ("another rank has failed", " has ended: ", "not every rank came, nor can: ")
+_OF_OTHERS: Final = ("another rank has failed", " has ended: ", "not every rank came, nor can: ", " refused to go on: ")
 _LIFELESS_S: Final = 1.0
 
 
@@ -111,6 +111,8 @@ def _at_work(dump: Dump) -> tuple[Cause, str]:
         return Cause.UNKNOWN, "it dumped, but not where it was"
     where = location(dump, main.stack)
     innermost = main.stack[0].file if main.stack else ""
+    if main.stack and innermost.endswith("/threading.py") and main.stack[0].function == "_shutdown":
+        return Cause.ENDED, "its script has come to its end, but threads that are no daemons keep its process"
     if dump.is_in_transport:
         return Cause.CONNECTING, f"it is inside an operation that is not on record, perhaps connecting, at {where}"
     if innermost.endswith(_DEVICE_FILES) or (dump.device_is_busy and main.activity == RUNNING):

@@ -21,7 +21,7 @@ def fates(outcome: Outcome, output: Output, ranks: Iterable[int], *, is_told_els
     culprit = outcome.rank if isinstance(outcome, Failed) else None
     hidden = {}
     for rank, said in held.items():
-        if is_told_elsewhere if rank == culprit else _has_own_error(said):
+        if is_told_elsewhere if rank == culprit else last_words.is_own_error(said):
             output.show_ended(rank, said)
         elif rank != culprit:
             hidden[rank] = said
@@ -34,7 +34,7 @@ def _lines(reason: str, ranks: Iterable[int], held: Mapping[int, str]) -> str:
     alike: dict[str, list[int]] = {}
     for rank in ranks:
         said = held.get(rank, "")
-        own_error = f"failed as well: {last_words.summary(said)}" if _has_own_error(said) else ""
+        own_error = f"failed as well: {last_words.summary(said)}" if last_words.is_own_error(said) else ""
         alike.setdefault(own_error or f"stopped because {reason}", []).append(rank)
     return "".join(f"{OPERATION}: {ranks_text(those)}: {fate}\n" for fate, those in alike.items())
 
@@ -45,10 +45,6 @@ def _folded(hidden: Mapping[int, str], output: Output) -> str:
         return ""
     where = f"are in {output.log_files}" if output.log_files else "are shown with --verbose"
     return f"    {num_lines} lines that they said of it {where}\n"
-
-
-def _has_own_error(said: str) -> bool:
-    return bool(last_words.summary(said)) and not last_words.is_consequence(said)
 
 
 def _reason(outcome: Outcome) -> str:

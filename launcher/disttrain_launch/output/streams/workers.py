@@ -15,6 +15,7 @@ from disttrain_launch.output.streams.merging import Merger
 from disttrain_launch.output.streams.streams import Streams
 from disttrain_launch.output.terminal.screen import PlainVoice, Screen, prefixed, ranks_prefix, terminal_variables
 from disttrain_launch.request.job import STDERR, STDOUT, STREAM_NAMES, JobSpec
+from disttrain_launch.workers import last_words
 from disttrain_launch.workers.worker import Worker
 
 
@@ -79,6 +80,11 @@ class Output(Streams):
 
     def show_table(self, lines: Sequence[bytes]) -> None:
         self.screens[STDOUT].show_table(lines)
+
+    def has_raised(self, besides: int) -> bool:
+        """True when another rank than `besides` has printed an error of its own, and has not lived on since."""
+        said = (voice.held for rank, voice in self._holding.items() if rank != besides)
+        return any(last_words.is_own_error(held.decode("utf-8", "replace")) for held in said if held)
 
     def release(self, rank: int | None = None) -> None:
         """Show what this rank (None: each) has said at last."""
