@@ -3,7 +3,7 @@
 For a hub it stands where `StoreState` stands otherwise; all requests are parked until the server has answered. The
 order of requests stays what it was, so that the results are those of the same requests in that order at the server.
 Equal requests whose result is the same for all, and that follow each other without another change between them, go as
-one; so do adds to one counter, and arrivals at one barrier (see `gathering`).
+one; so do `set`s that follow each other, adds to one counter, and arrivals at one barrier (see `gathering`).
 
 A client that is cut off may come back and repeat a request: what is under way and changes something is kept for it,
 unless the server says that it had to wait and is forgotten.
@@ -170,7 +170,7 @@ class Forwarding:
             equal = self._encode(body)
             sent = self._mergeable.get(equal)
             if sent is None:
-                self._mergeable[equal] = self._new(body, [request])
+                self._mergeable[equal] = self._with_last(request, len(equal)) or self._new(body, [request])
             else:
                 sent.requests.append(request)
                 request.sent = sent
@@ -189,6 +189,13 @@ class Forwarding:
         sent = self._new(body_of(requests), requests)
         self._gathering.goes(key, sent)
         return sent
+
+    def _with_last(self, request: Request, num_bytes: int) -> Sent | None:
+        """What is to be sent last so far, if this one goes with it."""
+        if not self._unsent or not self._unsent[-1].takes(request, num_bytes):
+            return None
+        self._mergeable.clear()
+        return self._unsent[-1]
 
     def _new(self, body: list[Any], requests: list[Request]) -> Sent:
         if body[0] not in READING:
@@ -248,7 +255,7 @@ class Forwarding:
         self._over(sent)
         if sent.cancelled is not None and value is True:
             self._forgotten(sent.cancelled)
-        if status == Status.APART and sent.key is not None:
+        if (status == Status.APART and sent.key is not None) or (status == Status.LIMIT and sent.is_of_sets):
             self._apart(sent)
             return []
         is_each = sent.body[0] == Op.ADD_EACH and sent.key is not None and status == Status.OK

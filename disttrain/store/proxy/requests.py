@@ -17,6 +17,8 @@ MERGEABLE: Final = READING | {Op.SET, Op.COMPARE_SET}
 """Operations whose second of two equal ones changes nothing, and has the result of the first."""
 
 _CHANGING: Final = frozenset(Op) - READING - WAITING
+_TOGETHER_BYTES: Final = 4096
+"""Of the `set`s that go as one; that a large one fails costs nobody else anything."""
 
 Key = tuple[Any, ...]
 """Of requests that go together."""
@@ -40,7 +42,9 @@ class Request:
 class Sent:
     """A request to the server, for one or more of clients; `was_sent` on whatever link."""
 
-    __slots__ = ("body", "cancel", "cancelled", "is_change", "is_prompt", "key", "number", "requests", "was_sent")
+    __slots__ = (
+        "body", "cancel", "cancelled", "is_change", "is_prompt", "key", "number", "requests", "room_bytes", "was_sent"
+    )  # fmt: skip
 
     def __init__(self, number: int, body: list[Any], requests: list[Request]) -> None:
         self.number = number
@@ -56,5 +60,31 @@ class Sent:
         """It changes something at once."""
         self.is_prompt = body[0] not in _LONG
         """The server mostly answers at once."""
+        self.room_bytes = _TOGETHER_BYTES if _is_set(body) else 0
+        """What other `set`s that go with this one may have."""
         for request in requests:
             request.sent = self
+
+    @property
+    def is_of_sets(self) -> bool:
+        """It sets the keys of several requests."""
+        return self.body[0] == Op.MULTI_SET and len(self.requests) > 1
+
+    def takes(self, request: Request, num_bytes: int) -> bool:
+        """True where `request`, of so many bytes, is a `set` for which there is room behind this one: it goes with it."""
+        if num_bytes > self.room_bytes or not _is_set(request.message[1:]):
+            return False
+        self.room_bytes -= num_bytes
+        _, key, value = request.message[1:]
+        if self.body[0] == Op.SET:
+            self.body = [int(Op.MULTI_SET), [self.body[1]], [self.body[2]]]
+        self.body[1].append(key)
+        self.body[2].append(value)
+        self.requests.append(request)
+        request.sent = self
+        return True
+
+
+def _is_set(body: list[Any]) -> bool:
+    """True for a `set` that the server refuses for its limits only."""
+    return body[0] == Op.SET and type(body[1]) is str and type(body[2]) is bytes
