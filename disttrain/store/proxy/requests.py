@@ -17,6 +17,8 @@ MERGEABLE: Final = READING | {Op.SET, Op.COMPARE_SET}
 """Operations whose second of two equal ones changes nothing, and has the result of the first."""
 
 _CHANGING: Final = frozenset(Op) - READING - WAITING
+# Python 3.11 takes several times as long to look up a member of an enum as to compare it.
+_SET, _MULTI_SET = int(Op.SET), int(Op.MULTI_SET)
 _TOGETHER_BYTES: Final = 4096
 """Of the `set`s that go as one; that a large one fails costs nobody else anything."""
 
@@ -27,7 +29,7 @@ Key = tuple[Any, ...]
 class Request:
     """A client's request under way; `connection` None: its client is cut off, and `session` keeps the answer."""
 
-    __slots__ = ("connection", "message", "op", "request_id", "sent", "session")
+    __slots__ = ("connection", "key", "message", "op", "request_id", "sent", "session")
 
     def __init__(self, connection: int, message: Message) -> None:
         self.connection: int | None = connection
@@ -35,6 +37,8 @@ class Request:
         self.request_id: int = message[0]
         self.op: int = message[1]
         self.session: Session | None = None
+        self.key: Key | None = None
+        """It may go with others of this key."""
         self.sent: Sent | None = None
         """None: it is gathered still."""
 
@@ -68,7 +72,7 @@ class Sent:
     @property
     def is_of_sets(self) -> bool:
         """It sets the keys of several requests."""
-        return self.body[0] == Op.MULTI_SET and len(self.requests) > 1
+        return self.body[0] == _MULTI_SET and len(self.requests) > 1
 
     def takes(self, request: Request, num_bytes: int) -> bool:
         """True where `request`, of so many bytes, is a `set` for which there is room behind this one: it goes with it."""
@@ -76,8 +80,8 @@ class Sent:
             return False
         self.room_bytes -= num_bytes
         _, key, value = request.message[1:]
-        if self.body[0] == Op.SET:
-            self.body = [int(Op.MULTI_SET), [self.body[1]], [self.body[2]]]
+        if self.body[0] == _SET:
+            self.body = [_MULTI_SET, [self.body[1]], [self.body[2]]]
         self.body[1].append(key)
         self.body[2].append(value)
         self.requests.append(request)
@@ -87,4 +91,4 @@ class Sent:
 
 def _is_set(body: list[Any]) -> bool:
     """True for a `set` that the server refuses for its limits only."""
-    return body[0] == Op.SET and type(body[1]) is str and type(body[2]) is bytes
+    return body[0] == _SET and type(body[1]) is str and type(body[2]) is bytes
