@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import pytest
 
+from disttrain.checkpoint.saving.assembly import Assembly
 from disttrain.errors import CollectiveTimeoutError, RendezvousError
 from disttrain.process_group.joining.rendezvous import RendezvousInfo, join
 from disttrain.process_group.watching.comparing import look_for_gone
@@ -170,6 +171,27 @@ def test_one_rank_asks_for_all_who_has_not_recorded(num_ranks: int) -> None:
     assert store.asked["MULTI_GET"] <= 2
     assert store.asked["CHECK"] <= num_ranks + 1  # of each whether what it has recorded is known, and of the one page
     assert sum(store.asked.values()) <= 25 * num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [8, 100])
+def test_who_decides_on_a_save_asks_for_all_at_once(num_ranks: int) -> None:
+    """While it waits for the others, who has not come yet; then what they say."""
+    own, others = CountingStore(), []
+    others_store = own.clone()
+    others_store.asked = Counter()
+
+    def vote(rank: int) -> None:
+        others.append(Assembly("save", rank, num_ranks, others_store).agree(lambda: rank, sum))
+
+    late = threading.Timer(0.3, in_threads, (num_ranks - 1, lambda number: vote(number + 1)))
+    late.start()
+    assert Assembly("save", 0, num_ranks, own).agree(lambda: 0, sum) == sum(range(num_ranks))
+    late.join(60.0)
+    assert others == [sum(range(num_ranks))] * (num_ranks - 1)
+    assert own.asked["CHECK"] == 0
+    assert own.asked["GET"] == 0
+    assert own.asked["MULTI_GET"] <= 2
+    assert sum(own.asked.values()) < 30
 
 
 def test_runs_say_what_the_ranks_were() -> None:
