@@ -2,7 +2,7 @@
 
     python benchmarks/scale/dumps.py [--quick] [--ranks 1024 4096] [--cases NAME...] [--json FILE]
 
-Without `--ranks` some kinds are taken, and `--ranks` takes all of `--cases`. Most of the time goes into making the dumps.
+Without `--ranks` some kinds are taken; with it all, or those of `--cases`. Most of the time goes into making the dumps.
 The command runs as users run it, in a process of its own; time is the processor's, memory its peak. torch's
 side is its own analyzer, on the same calls in torch's own dumps, where these can say it.
 """
@@ -36,7 +36,7 @@ from disttrain.flight_recorder.record.record import Record, State
 from disttrain.flight_recorder.record.ring.layout import SUFFIX as RING_SUFFIX
 
 SIZES, QUICK_SIZES = (1024, 4096), (32,)
-SOME_CASES = ("one absent", "half absent", "half of them rings")
+SOME_CASES = ("one absent", "half absent")
 """Of which 4,096 dumps are made in seconds, since most of them are alike."""
 OWN_SIZES, OWN_CASES = (256, 1024), ("a mesh",)
 """Each rank has a dump like no other's."""

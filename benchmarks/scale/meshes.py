@@ -56,7 +56,7 @@ STARTS = {
 
 def rows(quick: bool) -> list[Row]:
     """The rows of the table; quick: of smaller worlds, and fewer rounds."""
-    num_rounds = 3 if quick else 9
+    num_rounds = 3 if quick else 5
     taken = [*first_operators(1 if quick else 3)]
     for world_size in QUICK_SIZES if quick else SIZES:
         with without_peers(world_size):

@@ -2,8 +2,8 @@
 
     python benchmarks/scale/schedules.py [--quick] [--large NAME...] [--json FILE]
 
-Seconds of this process's CPU. The largest size is taken of the schedules of `--large`. torch's side builds the same schedule, with its sends and receives where torch adds
-them; torch verifies nothing.
+Seconds of a process's CPU. The largest size is taken of the schedules of `--large`. torch's side builds the same
+schedule, with its sends and receives where torch adds them; torch verifies nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from disttrain.pipelining.schedule.catalogue import SCHEDULE_KINDS, make_schedul
 from disttrain.pipelining.schedule.verifier import verify
 
 SIZE, LARGE_SIZE, QUICK_SIZE = (32, 256), (128, 1024), (16, 32)
-LARGE = ("1F1B", "ZBVZeroBubble")
+LARGE = ("ZBVZeroBubble",)
 QUICK = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 WHAT = ("build", "lower", "verify")
 _TORCH = {"ZBVZeroBubble": "ScheduleZBVZeroBubble", "DualPipeV": "ScheduleDualPipeV"} | {

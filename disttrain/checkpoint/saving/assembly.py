@@ -1,8 +1,9 @@
 """Agrees on one outcome among ranks: each does its part, rank 0 decides, all return the same or raise the same.
 
 Ballots and answers go through a store, not through collectives: a rank that fails can still say so, a rank that has
-gone is named, and nothing on a GPU's stream is touched. A round costs each rank four requests; rank 0 reads ballots some
-at a time, and asks once for all who has not come. Torch-free: the processes that write saves meet like this too.
+gone is named, and nothing on a GPU's stream is touched. A round costs each rank four requests; rank 0 reads some
+ballots at a time, and asks once for all who has not come. Torch-free: the processes that write saves meet like this
+too.
 """
 
 from __future__ import annotations

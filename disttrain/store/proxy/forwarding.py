@@ -254,7 +254,9 @@ class Forwarding:
         self._over(sent)
         if sent.cancelled is not None and value is True:
             self._forgotten(sent.cancelled)
-        if status and ((status == Status.APART and sent.key is not None) or (status == Status.LIMIT and sent.is_of_sets)):
+        if status and (
+            (status == Status.APART and sent.key is not None) or (status == Status.LIMIT and sent.is_of_sets)
+        ):
             self._apart(sent)
             return []
         is_each = sent.key is not None and not status and sent.body[0] == Op.ADD_EACH

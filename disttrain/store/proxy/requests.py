@@ -75,7 +75,7 @@ class Sent:
         return self.body[0] == _MULTI_SET and len(self.requests) > 1
 
     def takes(self, request: Request, num_bytes: int) -> bool:
-        """True where `request`, of so many bytes, is a `set` for which there is room behind this one: it goes with it."""
+        """True where `request`, of so many bytes, is a `set` for which there is room: it goes with this one."""
         if num_bytes > self.room_bytes or not _is_set(request.message[1:]):
             return False
         self.room_bytes -= num_bytes
