@@ -38,7 +38,7 @@ FLAGS: dict[str, list[str]] = {
     "store_startup": ["--rounds", "3"],
     "store_tls": ["--rounds", "5"],
     "rendezvous": ["--nodes", "100", "1000", "10000"],
-    "scale": ["--quick", "--limit", "90"],
+    "scale": ["--quick", "--within", "90"],
     "launching": ["--repeats", "3"],
     "launch_screen": ["--repeats", "3"],
     "network": ["--ranks", "2", "--parallelisms", "fsdp", "tp", "pp", "--delays", "0", "1", "10", "--shapes", "128x6"],

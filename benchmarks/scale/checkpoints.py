@@ -198,12 +198,13 @@ def verify_rows(sizes: list[int], num_rounds: int) -> Iterator[Row]:
 
 def rows(quick: bool) -> list[Row]:
     """The rows of this benchmark; `quick`: small sizes, in a few seconds."""
-    num_tensors, num_rounds = (90, 1) if quick else (1000, 3)
-    sizes = [64, 256] if quick else [256, 2048, 16384]
-    torch_sizes = sizes if quick else [256, 2048]
+    num_tensors, num_rounds = (90, 1) if quick else (1000, 2)
+    sizes = [64, 256] if quick else [256, 1024, 2048, 16384]
+    # torch's planner takes half a minute for 2,048 ranks, and as long to be given what they want to write.
+    torch_sizes = sizes if quick else [256, 1024]
     return [
         *plan_rows(num_tensors, sizes, torch_sizes, num_rounds),
-        *manifest_rows(num_tensors, sizes[:2], torch_sizes[:2], num_rounds),
+        *manifest_rows(num_tensors, sizes[:-1], torch_sizes[:1], num_rounds),
         *verify_rows([1000] if quick else [10_000, 100_000], num_rounds),
     ]
 

@@ -34,6 +34,7 @@ AXES = ("pp", "dp", "tp")
 NUM_PARAMETERS = 64
 CALLS = 5
 MESHES = ((4,), (2, 2), (2, 2, 2), (2, 2, 2, 2))
+QUICK_SIZES, QUICK_MESHES = (1 << 10, 1 << 14), ((2, 2),)
 PACKAGES: dict[str, Any] = {OURS: dtensor, TORCH: torch_dtensor}
 FIRST_OPERATOR = """
 import sys, time, torch
@@ -55,12 +56,12 @@ STARTS = {
 
 def rows(quick: bool) -> list[Row]:
     """The rows of the table; quick: of smaller worlds, and fewer rounds."""
-    num_rounds = 3 if quick else 15
-    taken = [*first_operators(1 if quick else 5)]
-    for world_size in SIZES[:2] if quick else SIZES:
+    num_rounds = 3 if quick else 5
+    taken = [*first_operators(1 if quick else 3)]
+    for world_size in QUICK_SIZES if quick else SIZES:
         with without_peers(world_size):
             taken += of_world(world_size, num_rounds)
-    for sizes in MESHES:
+    for sizes in QUICK_MESHES if quick else MESHES:
         with without_peers(torch.Size(sizes).numel()):
             taken += new_lengths(sizes, num_rounds)
     return taken

@@ -1,9 +1,9 @@
 """How long pipeline schedules take to build, to lower and to verify, up to 128 ranks with 1,024 microbatches.
 
-    python benchmarks/scale/schedules.py [--quick] [--json FILE]
+    python benchmarks/scale/schedules.py [--quick] [--large NAME...] [--json FILE]
 
-Seconds of this process's CPU. torch's side builds the same schedule, with its sends and receives where torch adds
-them; torch verifies nothing.
+Seconds of a process's CPU. The largest size is taken of the schedules of `--large`. torch's side builds the same
+schedule, with its sends and receives where torch adds them; torch verifies nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -22,27 +22,32 @@ from disttrain.pipelining.passes import lower
 from disttrain.pipelining.schedule.catalogue import SCHEDULE_KINDS, make_schedule
 from disttrain.pipelining.schedule.verifier import verify
 
-SIZES = ((32, 256), (64, 512), (128, 1024))
-QUICK_SIZES = ((16, 32), (32, 64))
+SIZE, LARGE_SIZE, QUICK_SIZE = (32, 256), (128, 1024), (16, 32)
+LARGE = ("ZBVZeroBubble",)
+QUICK = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
 WHAT = ("build", "lower", "verify")
 _TORCH = {"ZBVZeroBubble": "ScheduleZBVZeroBubble", "DualPipeV": "ScheduleDualPipeV"} | {
     name: f"Schedule{name}" for name in ("Interleaved1F1B", "InterleavedZeroBubble")
 }
 
 
-def rows(quick: bool) -> list[Row]:
+def rows(quick: bool, large: Sequence[str] = LARGE) -> list[Row]:
     """A row for each schedule, size and step; each schedule in a process of its own, for the sake of its memory."""
-    found = []
-    for kind in SCHEDULE_KINDS:
-        for num_ranks, num_microbatches in QUICK_SIZES if quick else SIZES:
-            case = f"{kind.name}, {num_ranks} ranks x {num_microbatches} microbatches"
-            ours = _in_a_process(OURS, kind.name, num_ranks, num_microbatches)
-            theirs = _in_a_process(TORCH, kind.name, num_ranks, num_microbatches) if kind.name in _TORCH else []
-            for name, seconds in zip(WHAT, ours, strict=False):
-                sides = {OURS: [seconds]} | ({TORCH: theirs[:1]} if name == "lower" and theirs else {})
-                found.append(row(f"{name} {case}", "s of CPU", sides))
-            found.append(row(case, "MiB at most", {OURS: ours[3:]}))
-    return found
+    if quick:
+        return [each for name in QUICK for each in _rows(name, *QUICK_SIZE)]
+    sizes = [(kind.name, *SIZE) for kind in SCHEDULE_KINDS] + [(name, *LARGE_SIZE) for name in large]
+    return [each for size in sizes for each in _rows(*size)]
+
+
+def _rows(name: str, num_ranks: int, num_microbatches: int) -> Iterator[Row]:
+    case = f"{name}, {num_ranks} ranks x {num_microbatches} microbatches"
+    ours = _in_a_process(OURS, name, num_ranks, num_microbatches)
+    has_torch = name in _TORCH and (num_ranks, num_microbatches) != LARGE_SIZE
+    theirs = _in_a_process(TORCH, name, num_ranks, num_microbatches) if has_torch else []
+    for step, seconds in zip(WHAT, ours, strict=False):
+        sides = {OURS: [seconds]} | ({TORCH: theirs[:1]} if step == "lower" and theirs else {})
+        yield row(f"{step} {case}", "s of CPU", sides)
+    yield row(case, "MiB at most", {OURS: ours[3:]})
 
 
 def _in_a_process(side: str, name: str, num_ranks: int, num_microbatches: int) -> list[float]:
@@ -107,8 +112,10 @@ def main() -> None:
         return
     parser = command_line(__doc__)
     parser.add_argument("--quick", action="store_true", help="small sizes")
+    names = [kind.name for kind in SCHEDULE_KINDS]
+    parser.add_argument("--large", nargs="+", choices=names, default=LARGE, metavar="NAME", help=", ".join(names))
     options = parser.parse_args()
-    finish(rows(options.quick), options.json)
+    finish(rows(options.quick, options.large), options.json)
 
 
 if __name__ == "__main__":

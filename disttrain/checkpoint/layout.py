@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from disttrain.checkpoint.format.box import Box
 from disttrain.checkpoint.format.parts import Cut, Part, parts_of_cuts
 from disttrain.dtensor import Placement
 from disttrain.dtensor.spec.shard_sizes import num_blocks
+from disttrain.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,20 @@ def parts_at(
 
 
 def compact(ranks: Sequence[int]) -> tuple[int, ...] | range:
-    """The same ranks, as a range where they are one."""
+    """The same ranks, as a range where they are one; those by a rule of one loop are not listed."""
     if isinstance(ranks, range):
         return ranks
+    if isinstance(ranks, Ranks):
+        match ranks.loops:
+            case ((size, step),) if step > 0:
+                return range(ranks[0], ranks[0] + size * step, step)
+        return _listed(ranks)
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     as_range = range(ranks[0], ranks[0] + len(ranks) * step, step) if step > 0 else range(0)
     return as_range if tuple(as_range) == tuple(ranks) else tuple(ranks)
+
+
+@lru_cache(maxsize=64)
+def _listed(ranks: Ranks) -> tuple[int, ...] | range:
+    """Once for all tensors of a mesh."""
+    return compact(ranks.listed)

@@ -31,9 +31,9 @@ MEANINGS = {
 }
 
 WAYS = """What runs by rules computes on the ranks' parts, and moves what it must. What has no rule gathers its
-operands: every rank computes the whole, and a warning says so once. Not counted are `out=` (of pointwise operators copied
-from the result; of others computed on whole tensors, since it lies as the caller says), numbers that are read (`item`),
-and random numbers (drawn alike on all ranks).
+operands: every rank computes the whole, and a warning says so once. Not counted are `out=` (of pointwise operators
+copied from the result; of others computed on whole tensors, since it lies as the caller says), numbers that are read
+(`item`), and random numbers (drawn alike on all ranks).
 """
 
 

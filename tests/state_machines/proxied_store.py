@@ -111,10 +111,10 @@ class World:
             self.leave_direct(client, request_id)
         if is_apart:
             return
-        if op == Op.ADD_EACH:
-            # Who waits for the counter sees all of them at once.
+        if op in (Op.ADD_EACH, Op.MULTI_SET):
+            # Who waits for the counter, or for these keys, sees all of them at once.
             (_, (_, status, totals)), *woken = self.direct.handle(0, [GROUP_ID, op, *arguments], self.now_s)
-            values = totals if status == Status.OK else [totals] * len(members)
+            values = totals if op == Op.ADD_EACH and status == Status.OK else [totals] * len(members)
             told = [(client, [one, status, value]) for (client, one), value in zip(members, values, strict=True)]
             self.hear_direct([*told, *woken])
             return

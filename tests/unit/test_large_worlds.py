@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import disttrain
+from disttrain.checkpoint.state.tree import spec_of
 from disttrain.dtensor import Replicate, Shard, distribute_tensor
+from disttrain.kernels.attention.dtensors import _index_of
 from disttrain.mesh import DeviceMesh
 from disttrain.process_group import current_world
 from disttrain.ranks import Ranks
@@ -90,6 +92,9 @@ def test_a_step_of_tensors_on_several_axes(mesh: DeviceMesh, listings: list[Rank
     for parameter in parameters:
         parameter.grad = tensor
     check(lambda: torch.nn.utils.clip_grad_norm_(parameters, 1.0), listings)
+    on_slice = distribute_tensor(torch.zeros(4, 8), mesh["pp", "dp"], [Replicate(), Shard(0)])
+    check(lambda: [spec_of("save", "weight", each) for each in (tensor, on_slice)], listings)
+    check(lambda: _index_of(mesh["tp"], mesh), listings)
 
 
 def test_a_group_of_a_list_has_the_memory_of_a_rule(mesh: DeviceMesh) -> None:

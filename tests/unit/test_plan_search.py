@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from disttrain.errors import ScheduleError, SettingError
-from disttrain.plan import HARDWARE, PRESETS, Job, LlamaSizes, MeshSizes, find_plans, plan_of
+from disttrain.plan import HARDWARE, PRESETS, Job, LlamaSizes, MeshSizes, find_plans, plan_of, search
 from disttrain.plan.job import PURE, meshes, why_not
 from disttrain.plan.reasons import why_first, why_not_first
 from disttrain.plan.search import choices, leanest
@@ -171,3 +174,22 @@ def test_the_cause_is_named(job: Job, words: str) -> None:
     plans = find_plans(job)
     assert plans.plans == ()
     assert plans.why_nothing[0].startswith(words)
+
+
+def test_work_grows_with_the_divisors_of_the_gpus_and_not_with_these(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[Counter[str]] = []
+    for name in ("why_not", "likely_s", "times_of", "memory_of"):
+        monkeypatch.setattr(search, name, partial(counted, counts, name, getattr(search, name)))
+    for num_gpus in (1024, 131_072):
+        counts.append(Counter())
+        job = Job(PRESETS["8b"], num_gpus, HARDWARE["h100"], num_sequences=4 * num_gpus)
+        assert find_plans(job, num_plans=1, schedules=("1F1B",)).plans
+    few, many = counts
+    # Meshes, and choices on them, are as many as these have ways to be cut; those that are looked at closely are few.
+    assert all(many[name] <= 4 * few[name] for name in ("why_not", "likely_s"))
+    assert all(many[name] <= 2 * few[name] for name in ("times_of", "memory_of"))
+
+
+def counted(counts: list[Counter[str]], name: str, call: Callable[..., object], *arguments: object) -> object:
+    counts[-1][name] += 1
+    return call(*arguments)

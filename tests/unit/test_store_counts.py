@@ -11,11 +11,14 @@ from typing import Any, Self
 
 import pytest
 
-from disttrain.errors import RendezvousError
+from disttrain.checkpoint.saving.assembly import Assembly
+from disttrain.errors import CollectiveTimeoutError, RendezvousError
 from disttrain.process_group.joining.rendezvous import RendezvousInfo, join
 from disttrain.process_group.watching.comparing import look_for_gone
 from disttrain.process_group.watching.departures import RANKS_PER_PAGE, members_left, say_left
+from disttrain.process_group.watching.recorded_alike import _Meeting
 from disttrain.process_group.watching.roll_call import absent_text
+from disttrain.ranks import Ranks
 from disttrain.store import HashStore
 from disttrain.store.attendance import once
 from disttrain.store.protocol.wire import Answer, Op
@@ -146,6 +149,51 @@ def test_one_rank_asks_for_all_where_the_absent_are(num_ranks: int) -> None:
         witness.close()
 
 
+@pytest.mark.parametrize("num_ranks", [8, 32])
+def test_one_rank_asks_for_all_who_has_not_recorded(num_ranks: int) -> None:
+    """Who has come is read once when they ask, and once when their time is over, however many wait."""
+    store, told = CountingStore(), []
+
+    def body(rank: int) -> None:
+        group: Any = SimpleNamespace(
+            world=SimpleNamespace(rank=rank, store=store, witness=None), group_name="world", group_size=num_ranks,
+            members=Ranks.of(range(num_ranks)), num_agreed={}, timeout_s=1.2, ended_by="", ranks_text=lambda: "all",
+        )  # fmt: skip
+        meeting = _Meeting(group, 0, [{"fields": {"operation": "all_reduce"}, "text": "all_reduce"}])
+        meeting.come()
+        with pytest.raises(CollectiveTimeoutError) as raised:
+            meeting.wait()
+        told.append(raised.value.problem)
+
+    in_threads(num_ranks - 1, body)
+    problem = f"this rank has recorded the step, and rank {num_ranks - 1} did not within 1.2 s, nor called it."
+    assert told == [problem] * (num_ranks - 1)
+    assert store.asked["MULTI_GET"] <= 2
+    assert store.asked["CHECK"] <= num_ranks + 1  # of each whether what it has recorded is known, and of the one page
+    assert sum(store.asked.values()) <= 25 * num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [8, 100])
+def test_who_decides_on_a_save_asks_for_all_at_once(num_ranks: int) -> None:
+    """While it waits for the others, who has not come yet; then what they say."""
+    own, others = CountingStore(), []
+    others_store = own.clone()
+    others_store.asked = Counter()
+
+    def vote(rank: int) -> None:
+        others.append(Assembly("save", rank, num_ranks, others_store).agree(lambda: rank, sum))
+
+    late = threading.Timer(0.3, in_threads, (num_ranks - 1, lambda number: vote(number + 1)))
+    late.start()
+    assert Assembly("save", 0, num_ranks, own).agree(lambda: 0, sum) == sum(range(num_ranks))
+    late.join(60.0)
+    assert others == [sum(range(num_ranks))] * (num_ranks - 1)
+    assert own.asked["CHECK"] == 0
+    assert own.asked["GET"] == 0
+    assert own.asked["MULTI_GET"] <= 2
+    assert sum(own.asked.values()) < 30
+
+
 def test_runs_say_what_the_ranks_were() -> None:
     for ranks in ([], [5], [0, 1], [7, 3], list(range(9)), list(range(0, 64, 8)), [0, 1, 2, 8, 16, 24, 25]):
         runs = to_runs(ranks)
@@ -169,7 +217,8 @@ def test_who_leaves_writes_no_more_the_more_ranks_have_left(num_ranks: int) -> N
 
     def group(name: str, ranks: range) -> Any:
         return SimpleNamespace(
-            world=SimpleNamespace(store=store), group_name=name, ranks=ranks, group_size=len(ranks), ended_by=[],
+            world=SimpleNamespace(store=store), group_name=name, members=Ranks.of(ranks), group_size=len(ranks),
+            ended_by=[],
             find_reason=lambda: "", end=ended.append,
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Adds and arrivals at barriers that a proxy sends together: counted once a node, each with an answer of its own."""
+"""Adds, arrivals at barriers and sets that a proxy sends together, each with an answer of its own."""
 
 from __future__ import annotations
 
@@ -66,6 +66,45 @@ def test_what_is_too_much_together_goes_apart() -> None:
                     statuses[connection] += [reply[1] for reply in Decoder(FRAME_BYTES).feed(data)]
     assert list(statuses.values()) == [[Status.OK, Status.OK], [Status.REFUSED, Status.OK], [Status.REFUSED]]
     assert proxy.forwarding.num_parked == server.num_parked == 1
+
+
+@pytest.mark.parametrize("num_clients", [8, 64])
+def test_sets_that_follow_each_other_are_one_request(num_clients: int) -> None:
+    """Each rank says where it is: one request of a node, however many ranks it has."""
+    proxy, server = ProxyHub(None, Limits()), StoreState()
+    lines = [Line(proxy, itertools.count(100 * number + 1)) for number in range(num_clients)]
+    for line in lines:
+        line.connect(0.0)
+        proxy.received(line.connection, encode([7, int(Op.SET), f"host/{line.connection}", b"here"]), 0.0)
+    (request,) = Decoder(FRAME_BYTES).feed(b"".join(proxy.forwarding.frames()))
+    assert request[1] == Op.MULTI_SET
+    told = proxy.answered([reply for _, reply in server.handle(1, request, 0.0)])
+    assert {connection: Decoder(FRAME_BYTES).feed(data) for connection, data, _ in told} == {
+        line.connection: [[7, 0, None]] for line in lines
+    }
+    assert server.copies()[0] == {f"host/{line.connection}": b"here" for line in lines}
+
+
+@pytest.mark.parametrize("is_frame", [False, True])
+def test_sets_of_which_one_is_too_large_go_apart(is_frame: bool) -> None:
+    """For the server, or for one frame to it: the others come through."""
+    proxy, server = ProxyHub(None, Limits()), StoreState(Limits(value_bytes=10))
+    proxy.forwarding.frame_bytes = 60 if is_frame else FRAME_BYTES
+    lines = [Line(proxy, itertools.count(100 * number + 1)) for number in range(3)]
+    statuses: dict[int, int] = {}
+    for number, line in enumerate(lines):
+        line.connect(0.0)
+        value = b"x" * (50 if number == 1 else 2)
+        proxy.received(line.connection, encode([number, int(Op.SET), f"key{number}", value]), 0.0)
+    for _ in range(2):
+        requests = Decoder(FRAME_BYTES).feed(b"".join(proxy.forwarding.frames()))
+        actions = proxy.refused()
+        for request in requests:
+            actions += proxy.answered([reply for _, reply in server.handle(1, request, 0.0)])
+        for connection, data, _ in actions:
+            statuses[connection] = Decoder(FRAME_BYTES).feed(data)[0][1]
+    assert [statuses[line.connection] for line in lines] == [Status.OK, Status.LIMIT, Status.OK]
+    assert server.copies()[0] == {"key0": b"xx", "key2": b"xx"}
 
 
 @given(st.integers(-5, 5), st.lists(st.sampled_from([1, -3, (1 << 62), -(1 << 62)]), min_size=1, max_size=6))

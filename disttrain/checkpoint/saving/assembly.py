@@ -1,8 +1,9 @@
 """Agrees on one outcome among ranks: each does its part, rank 0 decides, all return the same or raise the same.
 
 Ballots and answers go through a store, not through collectives: a rank that fails can still say so, a rank that has
-gone is named, and nothing on a GPU's stream is touched. A round costs each rank four requests. Torch-free: the
-processes that write saves meet like this too.
+gone is named, and nothing on a GPU's stream is touched. A round costs each rank four requests; rank 0 reads some
+ballots at a time, and asks once for all who has not come. Torch-free: the processes that write saves meet like this
+too.
 """
 
 from __future__ import annotations
@@ -10,17 +11,27 @@ from __future__ import annotations
 import errno
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import msgpack
 
-from disttrain.errors import CheckpointCorruptError, CheckpointError, DisttrainError, StoreTimeoutError
+from disttrain.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    DisttrainError,
+    StoreLimitError,
+    StoreTimeoutError,
+)
 from disttrain.settings import CHECKPOINT_TIMEOUT_S
 from disttrain.store import Store
+from disttrain.store.attendance import absent
 from disttrain.store.slices import in_slices
 
 Part = TypeVar("Part")
+
+
+_BALLOTS_AT_ONCE = 64
 
 
 class Codec(NamedTuple):
@@ -108,13 +119,13 @@ class Assembly:
         if self.rank == 0:
             ballots = [ballot_key(meeting, rank) for rank in range(self.size)]
             try:
-                self._wait(store, ballots, self._timeout_s, lambda: self._absent(store, ballots))
-                read = [self._codec.unpack(store.get(key)) for key in ballots]
+                self._wait(store, ballots, self._timeout_s, lambda: self._absent(store, meeting))
+                read = list(map(self._codec.unpack, _read(store, ballots)))
             except CheckpointError as gone:
                 read, error = [describe(gone)], gone
             except StoreTimeoutError as timeout:
-                absent = [self._ranks[member] for member in self._absent(store, ballots)]
-                problem = f"ranks {absent} did not come within {self._patience(self._timeout_s)}."
+                late = [self._ranks[member] for member in self._absent(store, meeting)]
+                problem = f"ranks {late} did not come within {self._patience(self._timeout_s)}."
                 read, error = [{"problem": problem, "remedy": _LATE, "kind": ""}], timeout
             answer, error = _answer(self._ranks, read, error, decide)
             # All members of this meeting have read the answer of the last one.
@@ -137,8 +148,8 @@ class Assembly:
         store.delete_key(own_ballot)
         return answer, error
 
-    def _absent(self, store: Store, ballots: Sequence[str]) -> list[int]:
-        return [member for member, key in enumerate(ballots) if not store.check([key])]
+    def _absent(self, store: Store, meeting: int) -> list[int]:
+        return absent(store, ballot_key(meeting, ""), range(self.size))
 
     def _wait(self, store: Store, keys: Sequence[str], timeout_s: float, awaited: Callable[[], list[int]]) -> None:
         def check() -> None:
@@ -164,8 +175,17 @@ def counter(rank: int) -> str:
     return f"meetings/{rank}"
 
 
-def ballot_key(meeting: int, rank: int) -> str:
+def ballot_key(meeting: int, rank: int | str) -> str:
     return f"{meeting}/{rank}"
+
+
+def _read(store: Store, ballots: Sequence[str]) -> Iterator[bytes]:
+    for first in range(0, len(ballots), _BALLOTS_AT_ONCE):
+        keys = ballots[first : first + _BALLOTS_AT_ONCE]
+        try:
+            yield from store.multi_get(keys)
+        except StoreLimitError:  # together they are too large for one answer
+            yield from map(store.get, keys)
 
 
 def answer_key(meeting: int) -> str:

@@ -158,7 +158,7 @@ def spec_of(operation: str, name: str, tensor: torch.Tensor) -> TensorSpec:
     mesh = tensor.device_mesh
     cuts = tuple(placement.cut_dim for placement in tensor.placements)
     blocks = tuple(map(num_blocks, tensor.placements))
-    return TensorSpec(shape, dtype, compact(mesh.layout.ranks), mesh.shape, cuts, blocks if max(blocks) > 1 else ())
+    return TensorSpec(shape, dtype, compact(mesh.layout.members), mesh.shape, cuts, blocks if max(blocks) > 1 else ())
 
 
 def local_parts(tensor: torch.Tensor) -> dict[Box, torch.Tensor]:

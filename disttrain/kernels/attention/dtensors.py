@@ -75,8 +75,8 @@ def attention_of_dtensors(
 
 def _index_of(axis: DeviceMesh, mesh: DeviceMesh) -> int | None:
     """The index of an axis in the tensors' mesh; None of another, of which they have a rank's positions."""
-    ranks = axis.get_group().ranks
-    return next((index for index in range(mesh.ndim) if mesh.get_group(index).ranks == ranks), None)
+    members = axis.get_group().members
+    return next((index for index in range(mesh.ndim) if mesh.get_group(index).members == members), None)
 
 
 def _parts_of(length: int, num_ranks: int) -> Parts:

@@ -40,9 +40,9 @@ def pages_left(group: GroupLike) -> Iterator[dict[int, int]]:
         return
     pages = sorted({int(page) for page in store.get(_PAGES).split()})
     if group.group_size < len(pages) * RANKS_PER_PAGE:
-        pages_of_group = {rank // RANKS_PER_PAGE for rank in group.ranks}
+        pages_of_group = {rank // RANKS_PER_PAGE for rank in group.members}
         pages = [page for page in pages if page in pages_of_group]
     for first in range(0, len(pages), _PAGES_AT_ONCE):
         texts = store.multi_get([f"{_PAGES}/{page}" for page in pages[first : first + _PAGES_AT_ONCE]])
         lines = [json.loads(line) for text in texts for line in text.splitlines()]
-        yield {rank: come_to.get(group.group_name, 0) for rank, come_to in lines if rank in group.ranks}
+        yield {rank: come_to.get(group.group_name, 0) for rank, come_to in lines if rank in group.members}

@@ -2,8 +2,8 @@
 
 A graph is launched as a whole: ranks whose graphs differ would wait on their GPUs, where no host looks. So each rank
 says in the store what it has recorded in each group; the last one compares, and leaves a verdict for all. A rank that
-runs the step as it is, or replays it, does not come there. It is asked what it has called, and left alone where that
-fits: NCCL takes both.
+runs the step as it is, or replays it, does not come there. One of those that wait asks it what it has called, and it is
+left alone where that fits: NCCL takes both.
 
 Collectives are compared, not messages. Without a flight recorder nothing is known of them, and nobody waits.
 """
@@ -27,13 +27,18 @@ from disttrain.errors import (
 from disttrain.process_group.watching.comparing import ask_members, calls_text, mismatch
 from disttrain.process_group.watching.refusals import ANY
 from disttrain.store import PrefixStore
+from disttrain.store.attendance import once
+from disttrain.store.rank_runs import from_runs, in_words, is_among, to_runs
 
 if TYPE_CHECKING:
     from disttrain.process_group.group import ProcessGroup
     from disttrain.process_group.world import World
 
 OPERATION: Final = "capture_step"
-_SLICE_S: Final = 0.05
+_FIRST_SLICE_S: Final = 0.05
+_SLICE_S: Final = 0.5
+_MEMBERS_PER_PAGE: Final = 64
+"""That say under one key what they have recorded: a key of all would be copied with each that comes."""
 _FIRST_ASKED_AFTER_S: Final = 0.5
 _REMEDY: Final = "Have all ranks of a group record the same collectives, in the same order; or call the step as it is."
 
@@ -119,32 +124,38 @@ class _Meeting:
         digest = hashlib.sha256(json.dumps([call["fields"] for call in self._calls]).encode()).hexdigest()
         if not failure and not self._store.check([digest]):
             self._store.set(digest, json.dumps(self._calls))
-        self._store.append("made", json.dumps([rank, digest, failure]) + "\n")
+        page = (group.members.position(rank) or 0) // _MEMBERS_PER_PAGE
+        self._store.append(f"made/{page}", json.dumps([rank, digest, failure]) + "\n")
         if self._store.add("num_made", 1) == group.group_size:
             self._store.set("verdict", json.dumps(self._judge()))
 
     def wait(self) -> None:
         """Returns when the others have recorded the same, or run it as it is."""
         group = self.group
-        began_s = asked_s = time.monotonic()
-        ask_after_s = _FIRST_ASKED_AFTER_S
+        asks_at_s = time.monotonic() + _FIRST_ASKED_AFTER_S
+        deadline_s = time.monotonic() + group.timeout_s
+        slice_s, num_asked, num_late = _FIRST_SLICE_S, 0, 0
         verdict = None
         while verdict is None:
             with suppress(StoreTimeoutError):
-                self._store.wait(["verdict"], _SLICE_S)
+                self._store.wait(["verdict"], slice_s)
                 verdict = json.loads(self._store.get("verdict"))
                 continue
             if group.ended_by:
                 raise CollectiveMismatchError(OPERATION, group.ended_by, _REMEDY, rank=group.world.rank)
-            now_s = time.monotonic()
-            is_late = now_s >= began_s + group.timeout_s
-            if is_late or now_s >= asked_s + ask_after_s:
-                absent = sorted(set(group.ranks).difference(self._come()))
-                if self._run_it_as_it_is(absent):
-                    verdict = self._judge()
-                elif is_late:
-                    raise self._timeout(absent)
-                asked_s, ask_after_s = time.monotonic(), 2 * ask_after_s
+            slice_s = min(2 * slice_s, _SLICE_S, max(_FIRST_SLICE_S, deadline_s - time.monotonic()))
+            if time.monotonic() >= deadline_s:
+                # All are late at the same time: one finds out for all who is absent.
+                absent = once(self._store, f"absent/{num_late}", self._ask)
+                num_late += 1
+                if absent and not is_among(absent, group.world.rank):
+                    raise self._timeout(from_runs(absent))
+            elif time.monotonic() >= asks_at_s:
+                # All come here about the same time. Should who asks for all be gone, another does it the next time.
+                if self._store.add(f"asked/{num_asked}", 1) == 1:
+                    self._ask()
+                num_asked += 1
+                asks_at_s = time.monotonic() + (_FIRST_ASKED_AFTER_S * 2**num_asked)
         problem, failed = verdict
         where = f"group {group.group_name}, ranks {group.ranks_text()}"
         if failed:
@@ -156,8 +167,20 @@ class _Meeting:
 
     def _come(self) -> dict[int, tuple[str, str]]:
         """Of each rank that has come the digest of what it has recorded, and why it could not."""
-        lines = map(json.loads, self._store.get("made").decode().splitlines())
+        pages = [f"made/{page}" for page in range(-(-self.group.group_size // _MEMBERS_PER_PAGE))]
+        texts = self._store.multi_get([page for page in pages if self._store.check([page])])
+        lines = (json.loads(line) for text in texts for line in text.decode().splitlines())
         return {rank: (digest, failure) for rank, digest, failure in lines}
+
+    def _ask(self) -> str:
+        """The ranks that have not come, as runs; where these all run the step as it is, none, and the verdict is left
+        for all."""
+        come = self._come()
+        absent = sorted(rank for rank in self.group.members if rank not in come)
+        if not self._run_it_as_it_is(absent):
+            return to_runs(absent)
+        self._store.compare_set("verdict", "", json.dumps(self._judge()))
+        return ""
 
     def _judge(self) -> tuple[str, bool]:
         """Tells the fault among those that have come, and whether it is that one could not record."""
@@ -190,7 +213,7 @@ class _Meeting:
 
     def _timeout(self, absent: Sequence[int]) -> CollectiveTimeoutError:
         group = self.group
-        ranks = f"rank{'s' * (len(absent) > 1)} {','.join(map(str, absent))}"
+        ranks = f"rank{'s' * (len(absent) > 1)} {in_words(absent)}"
         return CollectiveTimeoutError(
             OPERATION,
             f"this rank has recorded the step, and {ranks} did not within {group.timeout_s:g} s, nor called it.",

@@ -47,7 +47,8 @@ class Arguments:
         if type(keys) is not list:
             refuse(f"keys come as a list, not {type(keys).__name__}.")
         for key in keys:
-            self.check_key(key)
+            if type(key) is not str or 4 * len(key) > self._key_bytes:
+                self.check_key(key)
 
     def check_value(self, key: str, value: bytes) -> None:
         """A value, for `key`."""

@@ -249,17 +249,21 @@ class StoreState:
         self._arguments.check_keys(keys)
         if type(values) is not list or len(values) != len(keys):
             refuse("multi_set takes as many values as keys.")
-        for key, value in zip(keys, values, strict=True):
-            self._check_value(key, value)
         # All come at once: whoever is woken by one sees the others too, and of a key that is named twice the last.
         pairs = dict(zip(keys, values, strict=True))
-        old = [self._values[key] for key in pairs if key in self._values]
-        fresh = [key for key in pairs if key not in self._values]
-        self._charge(len(fresh), sum(map(len, fresh)) + sum(map(len, pairs.values())) - sum(map(len, old)))
+        num_fresh = num_bytes = 0
+        for key, value in zip(keys, values, strict=True):
+            self._check_value(key, value)
+        for key, value in pairs.items():
+            old = self._values.get(key)
+            num_fresh += old is None
+            num_bytes += len(value) + len(key) if old is None else len(value) - len(old)
+        self._charge(num_fresh, num_bytes)
         self._values.update(pairs)
         if self._waiting:
             for key in pairs:
-                self._changed(key)
+                if key in self._waiting:
+                    self._changed(key)
 
     def _watch(self, key: str, seen: bytes | None, timeout_s: float) -> bytes | Parked | None:
         self._check_key(key)

@@ -156,29 +156,31 @@ class Decoder:
 
     def _split(self) -> list[Message]:
         messages = []
-        start = 0
+        start, size = 0, len(self._rest)
         with memoryview(self._rest) as view:
             while True:
                 self._wanted_bytes = HEADER_BYTES
-                if len(view) - start < HEADER_BYTES:
+                first = start + HEADER_BYTES
+                if first > size:
                     break
-                self._wanted_bytes += self._frame_size(view[start : start + HEADER_BYTES])
-                if len(view) - start < self._wanted_bytes:
+                (num_bytes,) = _SIZE(view, start)
+                if num_bytes > self.max_frame_bytes:
+                    raise self._too_large(num_bytes)
+                end = first + num_bytes
+                if end > size:
+                    self._wanted_bytes += num_bytes
                     break
-                messages.append(_message(view[start + HEADER_BYTES : start + self._wanted_bytes]))
-                start += self._wanted_bytes
+                messages.append(_message(view[first:end]))
+                start = end
         del self._rest[:start]
         return messages
 
-    def _frame_size(self, header: memoryview) -> int:
-        size = int.from_bytes(header, "big")
-        if size > self.max_frame_bytes:
-            raise WireError(
-                "store",
-                f"a frame says that it has {size} bytes; the limit here is {self.max_frame_bytes}.",
-                "Either the frame is too large, or the other side does not speak the store's protocol.",
-            )
-        return size
+    def _too_large(self, num_bytes: int) -> WireError:
+        return WireError(
+            "store",
+            f"a frame says that it has {num_bytes} bytes; the limit here is {self.max_frame_bytes}.",
+            "Either the frame is too large, or the other side does not speak the store's protocol.",
+        )
 
 
 def _message(body: memoryview) -> Message:

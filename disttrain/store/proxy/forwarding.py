@@ -3,7 +3,7 @@
 For a hub it stands where `StoreState` stands otherwise; all requests are parked until the server has answered. The
 order of requests stays what it was, so that the results are those of the same requests in that order at the server.
 Equal requests whose result is the same for all, and that follow each other without another change between them, go as
-one; so do adds to one counter, and arrivals at one barrier (see `gathering`).
+one; so do `set`s that follow each other, adds to one counter, and arrivals at one barrier (see `gathering`).
 
 A client that is cut off may come back and repeat a request: what is under way and changes something is kept for it,
 unless the server says that it had to wait and is forgotten.
@@ -87,9 +87,9 @@ class Forwarding:
     def handle(self, connection: int, request: Message, now_s: float) -> list[Outgoing]:
         """Take a request to be sent on; the reply, where it makes no sense."""
         is_request = len(request) >= 2 and type(request[0]) is int and type(request[1]) is int and request[0] >= 0
-        if is_request and request[1] == Op.CANCEL and len(request) == 3:
-            return self._cancel(connection, request)
         if not is_request or _NUM_ARGUMENTS.get(request[1]) != len(request) - 2:
+            if is_request and request[1] == Op.CANCEL and len(request) == 3:
+                return self._cancel(connection, request)
             return self._refusing.handle(connection, request, now_s)
         if self._orphans:
             orphan = self._orphans.pop((self._session_of(connection).name, request[0]), None)
@@ -161,7 +161,7 @@ class Forwarding:
 
     def _send(self, request: Request) -> None:
         body = request.message[1:]
-        key = key_of(request)
+        key = request.key = key_of(request)
         assert request.connection is not None
         self._send_gathered(request.connection, key)
         if key is not None:
@@ -170,7 +170,7 @@ class Forwarding:
             equal = self._encode(body)
             sent = self._mergeable.get(equal)
             if sent is None:
-                self._mergeable[equal] = self._new(body, [request])
+                self._mergeable[equal] = self._with_last(request, len(equal)) or self._new(body, [request])
             else:
                 sent.requests.append(request)
                 request.sent = sent
@@ -184,11 +184,18 @@ class Forwarding:
 
     def _together(self, requests: list[Request]) -> Sent:
         """Those that were gathered go as one."""
-        key = key_of(requests[0])
+        key = requests[0].key
         assert key is not None
         sent = self._new(body_of(requests), requests)
         self._gathering.goes(key, sent)
         return sent
+
+    def _with_last(self, request: Request, num_bytes: int) -> Sent | None:
+        """What is to be sent last so far, if this one goes with it."""
+        if not self._unsent or not self._unsent[-1].takes(request, num_bytes):
+            return None
+        self._mergeable.clear()
+        return self._unsent[-1]
 
     def _new(self, body: list[Any], requests: list[Request]) -> Sent:
         if body[0] not in READING:
@@ -220,9 +227,8 @@ class Forwarding:
         cancellers = [] if canceller is None else [canceller]
         sent = request.sent
         if sent is None:
-            key = key_of(request)
-            assert key is not None
-            sent = self._together(self._gathering.take(key))
+            assert request.key is not None
+            sent = self._together(self._gathering.take(request.key))
         if sent.cancel is not None:
             sent.cancel.requests += cancellers
             return True
@@ -248,10 +254,12 @@ class Forwarding:
         self._over(sent)
         if sent.cancelled is not None and value is True:
             self._forgotten(sent.cancelled)
-        if status == Status.APART and sent.key is not None:
+        if status and (
+            (status == Status.APART and sent.key is not None) or (status == Status.LIMIT and sent.is_of_sets)
+        ):
             self._apart(sent)
             return []
-        is_each = sent.body[0] == Op.ADD_EACH and sent.key is not None and status == Status.OK
+        is_each = sent.key is not None and not status and sent.body[0] == Op.ADD_EACH
         values = value if is_each else [value] * len(sent.requests)
         replies = []
         for request, result in zip(sent.requests, values, strict=True):

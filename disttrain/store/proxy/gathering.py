@@ -12,28 +12,29 @@ from typing import Any, Final
 from disttrain.store.protocol.wire import Op
 from disttrain.store.proxy.requests import Key, Request, Sent
 
-_TYPES: Final[dict[int, set[tuple[type, ...]]]] = {
-    Op.ADD: {(str, int)},
-    Op.BARRIER: {(str, int, float), (str, int, int)},
-}
+_TYPES_OF_BARRIERS: Final = {(str, int, float), (str, int, int)}
+# Python 3.11 takes several times as long to look up a member of an enum as to compare it.
+_ADD, _BARRIER, _ADD_EACH, _BARRIER_EACH = map(int, (Op.ADD, Op.BARRIER, Op.ADD_EACH, Op.BARRIER_EACH))
 
 
 def key_of(request: Request) -> Key | None:
-    """The key of those with which a request may go together; None: it goes alone."""
-    types = _TYPES.get(request.op)
-    if types is None or tuple(map(type, request.message[2:])) not in types:
-        return None  # the server refuses other types
-    return tuple(request.message[1:3] if request.op == Op.ADD else request.message[1:])
+    """The key of those with which a request may go together; None: it goes alone, as the server refuses other types."""
+    message = request.message
+    if request.op == _ADD:
+        return (_ADD, message[2]) if type(message[2]) is str and type(message[3]) is int else None
+    if request.op == _BARRIER and tuple(map(type, message[2:])) in _TYPES_OF_BARRIERS:
+        return tuple(message[1:])
+    return None
 
 
 def body_of(requests: list[Request]) -> list[Any]:
     """The body of the one request for these."""
     first = requests[0].message
-    if first[1] == Op.BARRIER:
-        return [int(Op.BARRIER_EACH), *first[2:], len(requests)]
+    if first[1] == _BARRIER:
+        return [_BARRIER_EACH, *first[2:], len(requests)]
     if len(requests) == 1:
         return first[1:]
-    return [int(Op.ADD_EACH), first[2], [request.message[3] for request in requests]]
+    return [_ADD_EACH, first[2], [request.message[3] for request in requests]]
 
 
 class Gathering:

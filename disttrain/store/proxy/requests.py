@@ -17,6 +17,10 @@ MERGEABLE: Final = READING | {Op.SET, Op.COMPARE_SET}
 """Operations whose second of two equal ones changes nothing, and has the result of the first."""
 
 _CHANGING: Final = frozenset(Op) - READING - WAITING
+# Python 3.11 takes several times as long to look up a member of an enum as to compare it.
+_SET, _MULTI_SET = int(Op.SET), int(Op.MULTI_SET)
+_TOGETHER_BYTES: Final = 4096
+"""Of the `set`s that go as one; that a large one fails costs nobody else anything."""
 
 Key = tuple[Any, ...]
 """Of requests that go together."""
@@ -25,7 +29,7 @@ Key = tuple[Any, ...]
 class Request:
     """A client's request under way; `connection` None: its client is cut off, and `session` keeps the answer."""
 
-    __slots__ = ("connection", "message", "op", "request_id", "sent", "session")
+    __slots__ = ("connection", "key", "message", "op", "request_id", "sent", "session")
 
     def __init__(self, connection: int, message: Message) -> None:
         self.connection: int | None = connection
@@ -33,6 +37,8 @@ class Request:
         self.request_id: int = message[0]
         self.op: int = message[1]
         self.session: Session | None = None
+        self.key: Key | None = None
+        """It may go with others of this key."""
         self.sent: Sent | None = None
         """None: it is gathered still."""
 
@@ -40,7 +46,9 @@ class Request:
 class Sent:
     """A request to the server, for one or more of clients; `was_sent` on whatever link."""
 
-    __slots__ = ("body", "cancel", "cancelled", "is_change", "is_prompt", "key", "number", "requests", "was_sent")
+    __slots__ = (
+        "body", "cancel", "cancelled", "is_change", "is_prompt", "key", "number", "requests", "room_bytes", "was_sent"
+    )  # fmt: skip
 
     def __init__(self, number: int, body: list[Any], requests: list[Request]) -> None:
         self.number = number
@@ -56,5 +64,31 @@ class Sent:
         """It changes something at once."""
         self.is_prompt = body[0] not in _LONG
         """The server mostly answers at once."""
+        self.room_bytes = _TOGETHER_BYTES if _is_set(body) else 0
+        """What other `set`s that go with this one may have."""
         for request in requests:
             request.sent = self
+
+    @property
+    def is_of_sets(self) -> bool:
+        """It sets the keys of several requests."""
+        return self.body[0] == _MULTI_SET and len(self.requests) > 1
+
+    def takes(self, request: Request, num_bytes: int) -> bool:
+        """True where `request`, of so many bytes, is a `set` for which there is room: it goes with this one."""
+        if num_bytes > self.room_bytes or not _is_set(request.message[1:]):
+            return False
+        self.room_bytes -= num_bytes
+        _, key, value = request.message[1:]
+        if self.body[0] == _SET:
+            self.body = [_MULTI_SET, [self.body[1]], [self.body[2]]]
+        self.body[1].append(key)
+        self.body[2].append(value)
+        self.requests.append(request)
+        request.sent = self
+        return True
+
+
+def _is_set(body: list[Any]) -> bool:
+    """True for a `set` that the server refuses for its limits only."""
+    return body[0] == _SET and type(body[1]) is str and type(body[2]) is bytes

@@ -38,6 +38,7 @@ _LATE_S: Final = 0.5
 _OF_SESSIONS: Final = (Op.CANCEL, Op.LEAVE, Op.FOLLOW, Op.ACK, Op.ELECT)
 _CHANGES: Final = {int(op): op not in READING for op in Op if op not in _OF_SESSIONS}
 """Operations by whether they change something; those that concern the session are missing."""
+_BARRIER_EACH: Final = Op.BARRIER_EACH
 
 
 class _Connection:
@@ -167,7 +168,7 @@ class Hub:
     def _waiting(self, session: Session, message: Message) -> list[bytes]:
         """A request that changes something has to wait; what its client is told of that."""
         session.waiting.add(message[0])
-        return [self._encode([COUNTED, int(Status.OK), message[0]])] if message[1] == Op.BARRIER_EACH else []
+        return [self._encode([COUNTED, int(Status.OK), message[0]])] if message[1] == _BARRIER_EACH else []
 
     def disconnected(self, connection: int, now_s: float) -> None:
         """The connection is gone, whoever ended it. Idempotent."""

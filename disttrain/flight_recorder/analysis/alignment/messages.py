@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from disttrain.flight_recorder.analysis.alignment.tracks import NO_PEER, Track, TrackKey
 from disttrain.flight_recorder.dumps.dump import Dump
-from disttrain.flight_recorder.record.columns import COMPLETED
 from disttrain.flight_recorder.record.record import RECEIVE, SEND, CallSite, Record
 
 
@@ -103,11 +102,11 @@ class Messages:
         }
         if not differing:
             return None  # In most channels all messages are alike, and need not be looked at.
-        for number in sorted(set(send.numbers()).intersection(receive.numbers())):
-            ends = [(track.records, track.position(number) or 0) for track in (send, receive)]
-            sent, received = (records.site_numbers[position] for records, position in ends)
-            is_over = all(records.states[position] == COMPLETED for records, position in ends)
-            if (sent, received) in differing and not is_over:
+        for number in sorted({*send.unfinished(), *receive.unfinished()}):
+            sent, received = send.position(number), receive.position(number)
+            if sent is None or received is None:
+                continue
+            if (send.records.site_numbers[sent], receive.records.site_numbers[received]) in differing:
                 return (*channel[:3], number)
         return None
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from disttrain.flight_recorder.record.columns import Ints, Records
+from disttrain.flight_recorder.record.columns import COMPLETED, Ints, Records
 from disttrain.flight_recorder.record.record import CallSite, Record
 
 TrackKey = tuple[str, str, int]
@@ -48,6 +48,12 @@ class Track(NamedTuple):
     def numbers(self) -> Sequence[int]:
         """All numbers, each once."""
         return range(self.first, self.first + len(self.positions)) if self.by_number is None else list(self.by_number)
+
+    def unfinished(self) -> list[int]:
+        """The numbers whose last record has not ended."""
+        states = self.records.states
+        pairs = enumerate(self.positions, self.first) if self.by_number is None else self.by_number.items()
+        return [number for number, position in pairs if states[position] != COMPLETED]
 
     def sites(self) -> list[CallSite]:
         """The call site of each of the numbers."""

@@ -7,6 +7,9 @@ clock measures its part; clocks are never compared. On GPUs the devices' times a
 
 from __future__ import annotations
 
+import itertools
+import operator
+from collections.abc import Iterable
 from typing import Final
 
 from disttrain.flight_recorder.analysis.alignment.match import Match
@@ -49,9 +52,8 @@ def find_straggler(matched: Match) -> list[Verdict]:
 def _work_s(records: Records) -> float:
     """Seconds between a rank's waits, without its longest pauses."""
     waits = sorted(records.waits())
-    work_s = []
-    free_s = waits[0][1] if waits else 0.0
-    for began_s, ended_s in waits:
-        work_s.append(max(0.0, began_s - free_s))
-        free_s = max(free_s, ended_s)
-    return sum(sorted(work_s)[:-_NUM_PAUSES])
+    if not waits:
+        return 0.0
+    began_s, ended_s = zip(*waits, strict=True)
+    pauses_s: Iterable[float] = map(operator.sub, began_s[1:], itertools.accumulate(ended_s, max))
+    return sum(sorted(filter((0.0).__lt__, pauses_s))[:-_NUM_PAUSES])
