@@ -123,7 +123,7 @@ def most_rows(indices: torch.Tensor, num_experts: int, exchange: Exchange, capac
     most = indices.numel()
     if capacity is None:
         return most
-    return min(most, room_of(capacity, most, num_experts) * ExpertCut(num_experts, exchange.group.group_size).chunk)
+    return min(most, room_of(capacity, most, num_experts) * ExpertCut.of(num_experts, exchange.group.group_size).chunk)
 
 
 def begin_dispatch(
