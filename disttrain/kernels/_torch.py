@@ -10,6 +10,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 
 without_torch_function: Any = torch._C._disabled_torch_function_impl
@@ -82,6 +83,16 @@ def is_within_a_graph() -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._current_graph_task_id() != -1
     )
+
+
+def is_transformed() -> bool:
+    """True within a transform of torch.func, such as grad or jvp."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_forward_mode() -> bool:
+    """True where derivatives are computed forward, by torch.func.jvp or torch.autograd.forward_ad."""
+    return forward_ad._current_level >= 0
 
 
 def are_plain(values: Iterable[Any]) -> bool:

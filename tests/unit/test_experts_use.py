@@ -301,3 +301,12 @@ def test_with_use_kernels(is_first: bool) -> None:
     assert_same(model["list"], other["list"], x)
     assert_same(model["sorter"], other["sorter"], x)
     assert all(other["list"].experts._is_plain(expert) for expert in other["list"].experts)
+
+
+def test_a_block_gives_the_dims_that_it_gave() -> None:
+    block = made("Llama4Text").model.layers[0].feed_forward
+    other = copy.deepcopy(block)
+    assert quietly(other).taken
+    x = torch.randn(2, 3, 16).double()
+    for given in (x, x[0]):
+        assert [one.shape for one in other(given)] == [one.shape for one in block(given)]
