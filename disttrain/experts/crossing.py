@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 
 from disttrain.experts.exchange.legs import Route
-from disttrain.kernels._torch import are_plain, release_saved
+from disttrain.kernels._torch import are_plain, asked_for, release_saved
 from disttrain.kernels.grouped import mlp
 from disttrain.kernels.grouped.choice import kernels_of
 from disttrain.kernels.grouped.form import GatedForm
@@ -72,7 +72,8 @@ class _Crossing(torch.autograd.Function):
     @once("experts")
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         order, route, form, recipe = ctx.others
-        wants_x, wants_weights, *wanted = ctx.needs_input_grad[:7]
+        # As the engine says: on ranks that go in many nodes, it leaves out those exchanges that nobody needs.
+        wants_x, wants_weights, *wanted = asked_for(ctx)
         # Before anything is sent: an activation checkpoint computes what was saved anew, on all ranks.
         weights, returned, arrived, gate, up, *tensors = ctx.saved_tensors
         release_saved(ctx)
@@ -93,7 +94,11 @@ class _Crossing(torch.autograd.Function):
             assert grads.x is not None
             of_x = kernels.combine(_sent(route, grads.x, is_back=True), order.slots, order.ends, k, None)
         of_experts = (grads.gate, grads.up, grads.down, grads.gate_bias, grads.down_bias)
-        given = (one if wants else None for one, wants in zip(of_experts, wanted, strict=True))
+        is_wanted = iter(wanted)
+        given = [
+            one if tensor is not None and next(is_wanted) else None
+            for one, tensor in zip(of_experts, tensors, strict=True)
+        ]
         return of_x, of_weights, *given, *[None] * 4
 
 

@@ -356,3 +356,16 @@ def multiply24(packed: torch.Tensor, x: torch.Tensor, algorithm: int) -> torch.T
 def release_saved(ctx: Any) -> None:
     """Has a backward that has read its saved tensors hold the last of them; not where the graph is kept for another."""
     ctx.maybe_clear_saved_tensors()
+
+
+def asked_for(ctx: Any) -> list[bool]:
+    """Of a torch.autograd.Function's tensor arguments, in their order, those whose gradients the running backward wants:
+    torch.autograd.grad and the halves of a zero-bubble pipeline's backward want some alone."""
+    return [node is not None and _is_executed(node) for node, _ in ctx.next_functions]
+
+
+def _is_executed(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # of a leaf whose gradient torch.autograd.grad returns
+        return True
