@@ -127,7 +127,9 @@ def once(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
                 results = backward(ctx, *grads)
             # Whatever a gradient is differentiated by, also where those that came to it are constants.
             saved = ctx.saved_tensors if is_transformed() else (torch.empty(0, requires_grad=True),)
-            return tuple(result if result is None else _Second.apply(name, result, *grads, *saved) for result in results)  # type: ignore[no-untyped-call]
+            return tuple(
+                result if result is None else _Second.apply(name, result, *grads, *saved) for result in results
+            )  # type: ignore[no-untyped-call]
 
         return run
 
@@ -155,7 +157,9 @@ def _no_second(name: str) -> NotImplementedError:
 
 
 def _no_forward(name: str) -> NotImplementedError:
-    return NotImplementedError(f"{name} has no forward derivative. Use torch.func.vjp or grad, or torch's own operators.")
+    return NotImplementedError(
+        f"{name} has no forward derivative. Use torch.func.vjp or grad, or torch's own operators."
+    )
 
 
 def batch(op: Any, num_tensors: int) -> None:

@@ -50,9 +50,7 @@ class AllToAll(Exchange):
         like = self._without_rows.get(kind)
         if like is None:
             like = self._without_rows[kind] = (rows.new_empty((0, rows.shape[1])),)
-        work = issue(
-            self.group, "all_to_all_single", run, arguments, (rows,), (output,), async_op=True, recorded=like
-        )
+        work = issue(self.group, "all_to_all_single", run, arguments, (rows,), (output,), async_op=True, recorded=like)
         assert work is not None
         return work
 
