@@ -4,9 +4,10 @@
 
 Forward and backward of `Experts`: of all experts here, and of those along an axis of four ranks under a transport
 without peers, by each way to exchange rows. Kernels and products give memory of the right shape that nobody writes, so
-that figures are of what Python, autograd and the door of collectives do; a GPU machine adds its launches. The numbers of
-rows that ranks send each other are others at each call, as in training. "matrix product" is one of torch's own, with its backward, as a measure of the machine. Figures are of CPU time (of the whole
-process, whose autograd thread takes part) per forward and backward.
+that figures are of what Python, autograd and the door of collectives do; a GPU machine adds its launches. How many rows
+ranks send each other is new at each call, as in training. "matrix product" is one of torch's own, with its
+backward, as a measure of the machine. Figures are of CPU time (of the whole process, whose autograd thread takes part)
+per forward and backward.
 """
 
 from __future__ import annotations

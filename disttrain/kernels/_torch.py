@@ -359,8 +359,8 @@ def release_saved(ctx: Any) -> None:
 
 
 def asked_for(ctx: Any) -> list[bool]:
-    """Of a torch.autograd.Function's tensor arguments, in their order, those whose gradients the running backward wants:
-    torch.autograd.grad and the halves of a zero-bubble pipeline's backward want some alone."""
+    """Of a torch.autograd.Function's tensor arguments, in their order, those whose gradients a backward needs: of
+    some alone in torch.autograd.grad, and in the halves of a zero-bubble pipeline's backward."""
     return [node is not None and _is_executed(node) for node, _ in ctx.next_functions]
 
 

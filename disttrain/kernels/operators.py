@@ -127,9 +127,7 @@ def once(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
                 results = backward(ctx, *grads)
             # Whatever a gradient is differentiated by, also where those that came to it are constants.
             saved = ctx.saved_tensors if is_transformed() else (torch.empty(0, requires_grad=True),)
-            return tuple(
-                result if result is None else _Second.apply(name, result, *grads, *saved) for result in results
-            )  # type: ignore[no-untyped-call]
+            return tuple(result if result is None else _second(name, result, *grads, *saved) for result in results)
 
         return run
 
@@ -150,6 +148,9 @@ class _Second(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise _no_second(f"The backward of {ctx.name}")
+
+
+_second: Final[Any] = _Second.apply
 
 
 def _no_second(name: str) -> NotImplementedError:

@@ -112,7 +112,7 @@ def test_second_derivatives_are_one_error() -> None:
         assert grad.shape == x.shape
         with pytest.raises(NotImplementedError, match="The backward of expert_mlp is not differentiable"):
             (grad.square() + x).sum().backward()
-    with pytest.raises(NotImplementedError, match="The backward of .*expert_mlp is not differentiable"):
+    with pytest.raises(NotImplementedError, match=r"The backward of .*expert_mlp is not differentiable"):
         torch.func.grad(lambda x: torch.func.grad(lambda y: moe(y).sum())(x).sum())(x.detach())
 
 
@@ -134,9 +134,9 @@ def test_transforms_of_functions(is_of_ours: bool) -> None:
     for grad, other in zip(grads.values(), expected, strict=True):
         torch.testing.assert_close(grad, other)
     # torch would have a tangent of zeros come out of an operator.
-    with pytest.raises(NotImplementedError, match="forward derivative|jvp"):
+    with pytest.raises(NotImplementedError, match=r"forward derivative|jvp"):
         torch.func.jvp(moe, (x,), (x,))
-    with pytest.raises(NotImplementedError, match="forward derivative|jvp"), forward_ad.dual_level():
+    with pytest.raises(NotImplementedError, match=r"forward derivative|jvp"), forward_ad.dual_level():
         moe(forward_ad.make_dual(x, x))
 
 
