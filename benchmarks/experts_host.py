@@ -4,9 +4,10 @@
 
 Forward and backward of `Experts`: of all experts here, and of those along an axis of four ranks under a transport
 without peers, by each way to exchange rows. Kernels and products give memory of the right shape that nobody writes, so
-that figures are of what Python, autograd and the door of collectives do; a GPU machine adds its launches. "matrix
-product" is one of torch's own, with its backward, as a measure of the machine. Figures are of CPU time (of the whole
-process, whose autograd thread takes part) per forward and backward.
+that figures are of what Python, autograd and the door of collectives do; a GPU machine adds its launches. How many rows
+ranks send each other is new at each call, as in training. "matrix product" is one of torch's own, with its
+backward, as a measure of the machine. Figures are of CPU time (of the whole process, whose autograd thread takes part)
+per forward and backward.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import pstats
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
+from itertools import cycle
 from typing import Any
 from unittest import mock
 
@@ -29,6 +31,7 @@ from disttrain.experts import Experts, shard_experts
 from disttrain.kernels.grouped import choice
 
 WORLD_SIZE = 4
+NUM_ROUTINGS = 5000
 NUM_EXPERTS, TOP_K, DIM, HIDDEN, TOKENS = 8, 2, 16, 16, 32
 
 
@@ -154,16 +157,22 @@ class Unwritten:
 
     @staticmethod
     def pack(ends: torch.Tensor, finding: Any, num_ranks: int, chunk: int) -> torch.Tensor:
-        sizes = torch.zeros((2, num_ranks, chunk + 2), dtype=torch.float64)
-        share = TOKENS * TOP_K // NUM_EXPERTS
-        sizes[:, :, :chunk] = share
-        sizes[:, :, chunk] = share * chunk
-        return sizes
+        return next(drawn_sizes(num_ranks, chunk))
 
     @staticmethod
     def arrange(counts: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, ...]:
         numbers = torch.arange(num_rows)
         return numbers, numbers, torch.full((counts.shape[1],), num_rows, dtype=torch.int32)
+
+
+@cache
+def drawn_sizes(num_ranks: int, chunk: int) -> Iterator[torch.Tensor]:
+    """Sizes of routings, drawn beforehand, which no two calls of a benchmark share."""
+    generator = torch.Generator().manual_seed(0)
+    targets = torch.randint(num_ranks * chunk, (NUM_ROUTINGS, TOKENS * TOP_K), generator=generator)
+    counts = torch.nn.functional.one_hot(targets, num_ranks * chunk).sum(1).view(-1, num_ranks, chunk).double()
+    lines = torch.cat((counts, counts.sum(2, keepdim=True), counts.new_zeros((*counts.shape[:2], 1))), 2)
+    return cycle(lines[:, None].repeat(1, 2, 1, 1).unbind())
 
 
 def cpu_us(step: Callable[[], None], num_calls: int) -> float:

@@ -349,7 +349,8 @@ class _ToLocal(torch.autograd.Function):
         spec: Spec = ctx.spec
         # The gradient of a sum is one expanded number. Clipping, for example, could not write to that.
         grad = grads[0].contiguous()
-        grad_spec = Spec(ctx.grad_layout, spec.shape, spec.stride, grad.dtype)
+        lies_alike = ctx.grad_layout is spec.layout and grad.dtype is spec.dtype and spec.view_copy is None
+        grad_spec = spec if lies_alike else Spec(ctx.grad_layout, spec.shape, spec.stride, grad.dtype)
         if not torch.is_grad_enabled():
             return DTensor(grad, grad_spec), None
         layout = ctx.grad_layout.with_placements(gradient_placements(grad_spec.placements))

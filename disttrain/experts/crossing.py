@@ -1,7 +1,7 @@
-"""Rows of tokens to their experts' ranks, through gated experts, and back, as one node of autograd.
+"""Tokens to their experts' ranks, through gated experts, and back to their sums, as one node of autograd.
 
-What `exchange/legs.py` and `kernels/grouped/products.py` do in six nodes, for the sake of the host: where nothing is
-computed while rows are under way, and nobody watches operators.
+What `exchange/legs.py` and `kernels/grouped` do in seven nodes, for the sake of the host: where nothing is computed
+while rows are under way, and nobody watches operators.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 
 from disttrain.experts.exchange.legs import Route
-from disttrain.kernels._torch import are_plain, release_saved
+from disttrain.kernels._torch import are_plain, asked_for, release_saved
 from disttrain.kernels.grouped import mlp
 from disttrain.kernels.grouped.choice import kernels_of
 from disttrain.kernels.grouped.form import GatedForm
@@ -35,60 +35,71 @@ class GatedExperts:
         return weights.gate, weights.up, weights.down, weights.gate_bias, weights.down_bias
 
 
-def crossed(x: torch.Tensor, order: ExpertOrder, k: int, route: Route, experts: GatedExperts) -> torch.Tensor:
-    """The output of experts for each choice's row, (tokens * k, D), as `order` sorts them. Collective, and in backward.
+def crossed(
+    x: torch.Tensor, order: ExpertOrder, weights: torch.Tensor, route: Route, experts: GatedExperts
+) -> torch.Tensor:
+    """Each token's weighted sum of what its experts compute, (tokens, D). Collective, and in backward.
 
-    Args: x  (tokens, D), of the weights' dtype.
+    Args: x  (tokens, D), of the experts' dtype;  order  of the tokens' choices;  weights  (tokens, k).
     """
-    rows: torch.Tensor = _cross(x, *experts.tensors(), order, k, route, experts.form, experts.recipe)
-    return rows
+    sums: torch.Tensor = _cross(x, weights, *experts.tensors(), order, route, experts.form, experts.recipe)
+    return sums
 
 
-def can_cross(x: torch.Tensor, experts: GatedExperts, trains_elsewhere: bool) -> bool:
+def can_cross(x: torch.Tensor, weights: torch.Tensor, experts: GatedExperts, trains_elsewhere: bool) -> bool:
     """True where nobody watches operators, nothing is cast, and gradients are exchanged if those of any rank are."""
     tensors = (x, *experts.tensors())
-    if not are_plain(tensors) or any(tensor is not None and tensor.dtype != x.dtype for tensor in tensors):
+    if not are_plain((weights, *tensors)) or any(t is not None and t.dtype != x.dtype for t in tensors):
         return False
     return not trains_elsewhere or any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 class _Crossing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        *tensors, order, k, route, form, recipe = arguments
-        rows = kernels_of(x).take(x.contiguous(), order.order, order.ends, k, None)
+    def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        *tensors, order, route, form, recipe = arguments
+        k, kernels = weights.shape[1], kernels_of(x)
+        rows = kernels.take(x.contiguous(), order.order, order.ends, k, None)
         arrived = _sent(route, rows, is_back=False)
         del rows
-        weights = _plain(tensors)
-        result, gate, up = mlp.forward(arrived, route.ends, None, weights, form, recipe, is_cleared=False)
-        ctx.others = order, k, route, form, recipe
-        ctx.save_for_backward(arrived, gate, up, *tensors)
-        return _sent(route, result, is_back=True)
+        result, gate, up = mlp.forward(arrived, route.ends, None, _plain(tensors), form, recipe, is_cleared=False)
+        returned = _sent(route, result, is_back=True)
+        ctx.others = order, route, form, recipe
+        ctx.save_for_backward(weights, returned, arrived, gate, up, *tensors)
+        return kernels.combine(returned, order.slots, order.ends, k, weights.contiguous())
 
     @staticmethod
     @once("experts")
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        order, k, route, form, recipe = ctx.others
-        wanted = ctx.needs_input_grad
+        order, route, form, recipe = ctx.others
+        # As the engine says: on ranks that go in many nodes, it leaves out those exchanges that nobody needs.
+        wants_x, wants_weights, *wanted = asked_for(ctx)
         # Before anything is sent: an activation checkpoint computes what was saved anew, on all ranks.
-        arrived, gate, up, *tensors = ctx.saved_tensors
+        weights, returned, arrived, gate, up, *tensors = ctx.saved_tensors
         release_saved(ctx)
+        k, grad, kernels = weights.shape[1], grad.contiguous(), kernels_of(grad)
+        of_weights = of_x = None
+        if wants_weights:
+            products = kernels.products_with(grad, returned, order.slots, order.ends, k)
+            of_weights = products.view(weights.shape).to(weights.dtype)
+        del returned
+        if not wants_x and not any(wanted):
+            return None, of_weights, *[None] * 9
         grads = mlp.backward(
-            _sent(route, grad.contiguous(), is_back=False), arrived, route.ends, None, _plain(tensors), gate, up, form,
-            recipe, wanted[0], any(wanted[1:6]), is_cleared=False,
+            _sent(route, kernels.take(grad, order.order, order.ends, k, weights.contiguous()), is_back=False),
+            arrived, route.ends, None, _plain(tensors), gate, up, form, recipe, wants_x, any(wanted), is_cleared=False,
         )  # fmt: skip
         del arrived, gate, up
-        of_x = None
-        if wanted[0]:
+        if wants_x:
             assert grads.x is not None
-            rows = _sent(route, grads.x, is_back=True)
-            of_x = kernels_of(rows).combine(rows, order.slots, order.ends, k, None)
+            of_x = kernels.combine(_sent(route, grads.x, is_back=True), order.slots, order.ends, k, None)
         of_experts = (grads.gate, grads.up, grads.down, grads.gate_bias, grads.down_bias)
-        return (
-            of_x,
-            *(each if wants else None for each, wants in zip(of_experts, wanted[1:6], strict=True)),
-            *[None] * 5,
-        )
+        is_wanted = iter(wanted)
+        kept = [
+            grad if tensor is not None and next(is_wanted) else None
+            for grad, tensor in zip(of_experts, tensors, strict=True)
+        ]
+        return of_x, of_weights, *kept, *[None] * 4
 
 
 _cross: Final[Any] = _Crossing.apply

@@ -18,7 +18,6 @@ from disttrain.experts.exchange.dispatch import (
     combine,
     most_rows,
     ordered,
-    summed,
 )
 from disttrain.experts.graphs import REASON, out_of_graphs
 from disttrain.experts.hidden_cut import HiddenCut
@@ -114,7 +113,7 @@ class ExpertLayer(nn.Module):
     @out_of_graphs
     def _mix_over_ranks(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         experts = None if is_within_autocast(x.device) else self.gated_experts()
-        if experts is None or not can_cross(x, experts, self.trains_elsewhere()):
+        if experts is None or not can_cross(x, weights, experts, self.trains_elsewhere()):
             sending = self.begin(x, indices, weights)
             sending.send()
             return self.finish(sending)
@@ -126,7 +125,7 @@ class ExpertLayer(nn.Module):
         order, num_dropped = ordered(indices, num_experts, capacity)
         self._keep_dropped(num_dropped)
         route = exchange.route(order, num_experts, weights, most_rows(indices, num_experts, exchange, capacity))
-        sums = summed(crossed(x, order, indices.shape[1], route, experts), order, weights)
+        sums = crossed(x, order, weights, route, experts)
         return sums if self.hidden_cut is None else self.hidden_cut.leaving(sums)
 
     def mix_here(self, x: torch.Tensor, order: ExpertOrder, weights: torch.Tensor) -> torch.Tensor:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, TypeVar, cast
+from typing import Final, TypeVar
 
-import torch
+from disttrain.process_group._torch import outside_graphs
 
 Function = TypeVar("Function", bound=Callable[..., object])
 REASON: Final = "experts' rows go to other ranks, by sizes that the host reads"
@@ -13,4 +13,4 @@ REASON: Final = "experts' rows go to other ranks, by sizes that the host reads"
 
 def out_of_graphs(function: Function) -> Function:
     """The function, at whose calls compiled graphs break; with `fullgraph=True` the compiler's error says why."""
-    return cast(Function, torch.compiler.disable(function, reason=f"{REASON}: compile with fullgraph=False"))
+    return outside_graphs(function, f"{REASON}: compile with fullgraph=False")

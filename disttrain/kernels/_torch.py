@@ -11,6 +11,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 
 without_torch_function: Any = torch._C._disabled_torch_function_impl
@@ -85,6 +86,16 @@ def is_within_a_graph() -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._current_graph_task_id() != -1
     )
+
+
+def is_transformed() -> bool:
+    """True within a transform of torch.func, such as grad or jvp."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_forward_mode() -> bool:
+    """True where derivatives are computed forward, by torch.func.jvp or torch.autograd.forward_ad."""
+    return forward_ad._current_level >= 0
 
 
 def are_plain(values: Iterable[Any]) -> bool:
@@ -348,3 +359,16 @@ def multiply24(packed: torch.Tensor, x: torch.Tensor, algorithm: int) -> torch.T
 def release_saved(ctx: Any) -> None:
     """Has a backward that has read its saved tensors hold the last of them; not where the graph is kept for another."""
     ctx.maybe_clear_saved_tensors()
+
+
+def asked_for(ctx: Any) -> list[bool]:
+    """Of a torch.autograd.Function's tensor arguments, in their order, those whose gradients a backward needs: of
+    some alone in torch.autograd.grad, and in the halves of a zero-bubble pipeline's backward."""
+    return [node is not None and _is_executed(node) for node, _ in ctx.next_functions]
+
+
+def _is_executed(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # of a leaf whose gradient torch.autograd.grad returns
+        return True

@@ -4,7 +4,8 @@ A graph that is traced for Inductor holds an operator's own launches and allocat
 be traceable: calling an operator in Python from compiled code takes the host ten times as long as the launches. Other
 graphs hold the operator as one call.
 
-They have no second derivatives: differentiating a backward operator raises.
+They have no second derivatives: differentiating a backward operator raises. Nor have they forward derivatives, of which
+torch would give zeros: that raises too, but for what `call` calls of arguments that have none.
 """
 
 from __future__ import annotations
@@ -15,11 +16,16 @@ from typing import Any, Final
 
 import torch
 
-from disttrain.kernels._torch import trace_in_place_of
+from disttrain.kernels._torch import is_forward_mode, is_transformed, trace_in_place_of
 from disttrain.settings import KERNELS
 
 _LIBRARY: Final = torch.library.Library("disttrain", "FRAGMENT")
 
+_FORMULAS: Final[dict[str, tuple[Callable[..., Any], Callable[..., Any]]]] = {}
+"""Of operators with derivatives by name, what keeps their inputs, and their backward."""
+
+_RUNS: Final[dict[str, Callable[..., Any]]] = {}
+"""What operators run, by name."""
 
 _TRACEABLE: Final[list[tuple[Any, Callable[..., Any], bool]]] = []
 """Operators, what they run, and whether once for equal arguments, that no compiler has been told of yet."""
@@ -40,14 +46,23 @@ def define(
                         writes to the results.
     """
     name = schema.partition("(")[0]
+    full_name = f"disttrain::{name}"
+
+    def checked(*args: Any) -> Any:
+        if is_forward_mode() and full_name in _FORMULAS:
+            # Its arguments' own derivatives are not seen here.
+            raise _no_forward(full_name)
+        return run(*args)
+
     _LIBRARY.define(schema)
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, checked, "CompositeExplicitAutograd")
+    _RUNS[full_name] = run
 
     def fake(*args: Any) -> Any:
         _tell_compilers()
         return shapes(*args)
 
-    torch.library.register_fake(f"disttrain::{name}", fake, lib=_LIBRARY)
+    torch.library.register_fake(full_name, fake, lib=_LIBRARY)
     op = getattr(torch.ops.disttrain, name).default
     if is_traceable:
         _TRACEABLE.append((op, run, is_once))
@@ -68,16 +83,35 @@ def _is_seen(args: tuple[Any, ...]) -> bool:
 
 def differentiate(op: Any, keep: Callable[[Any, tuple[Any, ...], Any], None], backward: Callable[..., Any]) -> None:
     """Let autograd call `backward` with what `keep` has put into the context (see torch.library.register_autograd)."""
+    _FORMULAS[_name(op)] = keep, backward
     torch.library.register_autograd(_name(op), backward, setup_context=keep, lib=_LIBRARY)
 
 
 def refuse_second_derivative(op: Any) -> None:
     """Makes the results of `op`, a backward, raise when they are differentiated."""
 
+    def keep(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing."""
+
     def backward(ctx: Any, *grads: Any) -> Any:
         raise _no_second(_name(op))
 
-    torch.library.register_autograd(_name(op), backward, lib=_LIBRARY)
+    differentiate(op, keep, backward)
+
+
+def call(op: Any, *args: Any) -> Any:
+    """The result of an operator with derivatives, also within torch.func.grad and its like, which know no formula that
+    is registered with an operator."""
+    if torch.compiler.is_compiling() or not is_transformed():
+        return op(*args)
+    return _function_of(_name(op)).apply(*args)
+
+
+@functools.cache
+def _function_of(name: str) -> Any:
+    keep, backward = _FORMULAS[name]
+    methods = {"forward": _RUNS[name], "setup_context": keep, "backward": once(name)(backward)}
+    return type(name, (torch.autograd.Function,), {key: staticmethod(value) for key, value in methods.items()})
 
 
 def once(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -91,7 +125,9 @@ def once(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
                 return backward(ctx, *grads)
             with torch.no_grad():
                 results = backward(ctx, *grads)
-            return tuple(result if result is None else _Second.apply(name, result, *grads) for result in results)  # type: ignore[no-untyped-call]
+            # Whatever a gradient is differentiated by, also where those that came to it are constants.
+            saved = ctx.saved_tensors if is_transformed() else (torch.empty(0, requires_grad=True),)
+            return tuple(result if result is None else _second(name, result, *grads, *saved) for result in results)
 
         return run
 
@@ -102,17 +138,29 @@ class _Second(torch.autograd.Function):
     """A gradient that came of others."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, result: torch.Tensor, *grads: Any) -> torch.Tensor:
-        ctx.name = name
+    def forward(name: str, result: torch.Tensor, *others: Any) -> torch.Tensor:
         return result.view_as(result)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.name = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise _no_second(f"The backward of {ctx.name}")
 
 
+_second: Final[Any] = _Second.apply
+
+
 def _no_second(name: str) -> NotImplementedError:
     return NotImplementedError(f"{name} is not differentiable. Use torch's own operators for second derivatives.")
+
+
+def _no_forward(name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{name} has no forward derivative. Use torch.func.vjp or grad, or torch's own operators."
+    )
 
 
 def batch(op: Any, num_tensors: int) -> None:

@@ -39,10 +39,13 @@ def issue(
     async_op: bool,
     peer_rank: int | None = None,
     how: How = None,
+    recorded: Sequence[torch.Tensor] | None = None,
 ) -> Work | None:
     """Run one collective of a backend: number it, show it to the observers, translate its errors.
 
-    `how` is for the recorder: what else must fit on all ranks, and no transport looks at.
+    `how` is for the recorder: what else must fit on all ranks, and no transport looks at. `recorded`: a tensor that it
+    is told of in place of inputs and outputs, whose sizes the caller knows to fit, and which are others at each call:
+    the recorder would describe each anew.
 
     Returns: the handle when `async_op`, else None after waiting for it. Within `coalescing_manager` nothing is waited
     for.
@@ -64,7 +67,8 @@ def issue(
     recorder = world.recorder
     record = None
     if recorder is not None:
-        record = recorder.begin(operation, group, sequence, inputs, outputs, peer_rank, how)
+        told = (inputs, outputs) if recorded is None else (recorded, (*recorded,))
+        record = recorder.begin(operation, group, sequence, *told, peer_rank, how)
     if profiler._is_profiler_enabled:
         run = shown_in_traces(COLLECTIVE, operation, group, run)
     try:

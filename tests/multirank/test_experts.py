@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import disttrain
+from disttrain.dtensor import DTensor
 from disttrain.errors import BackendError
 from disttrain.experts import ExpertParallel, shard_experts
 from disttrain.experts.exchange.peers import Peers
@@ -118,3 +119,38 @@ def test_a_plan_with_the_style() -> None:
         assert model["experts"].gate_up_proj.to_local().shape[0] == 2
 
     run_threads(2, body)
+
+
+def check_some(exchange: str, host: Host, counts: Sequence[int]) -> None:
+    """Gradients of the tokens, of the weights and of the experts, one after the other, of one graph."""
+    rank, mesh = disttrain.get_rank(), ep_mesh()
+    alone = judge("gpt_oss", 5)
+    layer = shard_experts(ours(alone), mesh, exchange="padded" if exchange == "padded" else "auto")
+    if exchange == "peers":
+        layer.exchange = Peers(mesh.get_group(), make_memory=host.make)
+    parts = [tokens(other, count, 2, 5) for other, count in enumerate(counts)]
+    x, indices, weights = (torch.cat([part[kind] for part in parts]) for kind in range(3))
+    given, own_indices, own_weights = parts[rank]
+    parameters = dict(layer.named_parameters())
+    whole = [x.requires_grad_(), weights.requires_grad_(), *map(dict(alone.named_parameters()).get, parameters)]
+    expected = alone(x, indices, weights)
+    grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    leaves = [given.requires_grad_(), own_weights.requires_grad_(), *parameters.values()]
+    out = layer(given, own_indices, own_weights)
+    grads = torch.autograd.grad(expected, whole, grad)
+    wished = [grads[0][own], grads[1][own], *grads[2:]]
+    for some in ([0], [1], [*range(2, len(leaves))], [0, 1], [0, 2], [*range(len(leaves))]):
+        got = torch.autograd.grad(out, [leaves[one] for one in some], grad[own], retain_graph=True)
+        for one, value in zip(some, got, strict=True):
+            torch.testing.assert_close(value.full_tensor() if one > 1 else value, wished[one])
+    # As the halves of a pipeline's backward.
+    for some in (leaves[:1], leaves[1:]):
+        out.backward(grad[own], inputs=some, retain_graph=True)
+    for leaf, value in zip(leaves, wished, strict=True):
+        torch.testing.assert_close(leaf.grad.full_tensor() if isinstance(leaf.grad, DTensor) else leaf.grad, value)
+
+
+@pytest.mark.parametrize("exchange", ["all_to_all", "padded", "peers"])
+def test_gradients_of_some(exchange: str) -> None:
+    run_threads(4, check_some, exchange, Host(4), [2, 1, 3, 0])

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import disttrain
-from disttrain.errors import CollectiveMismatchError, MeshError, ShapeError, ShardingError
+from disttrain.errors import CollectiveMismatchError, CollectiveTimeoutError, MeshError, ShapeError, ShardingError
 from disttrain.experts import Experts, ExpertTensorParallel, MixtureOfExperts, dispatch, shard_experts
 from disttrain.experts.exchange import dispatch as dispatching
 from disttrain.mesh import DeviceMesh
@@ -75,6 +75,24 @@ def test_nobody_waits_for_a_rank_that_raises(where: str) -> None:
         with pytest.raises(CollectiveMismatchError, match=f"rank 1 refused experts: .*{text}"):
             # What is raised once rows have come is heard at the next exchange.
             model(model(x))
+    assert time.monotonic() - since_s < 10
+
+
+@on_ranks(2, timeout_s=3)
+def test_a_hook_of_the_whole_model_that_raises_is_heard_of_in_time() -> None:
+    model = shard_experts(Model(), ep_mesh())
+    x = torch.randn(2, 3, HIDDEN, dtype=torch.float64)
+    disttrain.barrier()
+    since_s = time.monotonic()
+    if disttrain.get_rank() == 1:
+        model.register_forward_pre_hook(_raises)
+        with pytest.raises(ZeroDivisionError):
+            model(x)
+        # It goes on without the model.
+        time.sleep(4)
+    else:
+        with pytest.raises(CollectiveTimeoutError, match=r"not every rank came within 3 s: rank 1 "):
+            model(x)
     assert time.monotonic() - since_s < 10
 
 

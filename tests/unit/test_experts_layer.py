@@ -6,10 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd import forward_ad
+from torch.func import functional_call
 
 from disttrain.errors import ShapeError
 from disttrain.experts import Balance, Experts, MixtureOfExperts, Router, RouterRule
-from disttrain.kernels import use_float8
+from disttrain.experts.expert_layer import ExpertLayer
+from disttrain.kernels import rms_norm, use_float8
 
 
 def layer(**balance: object) -> MixtureOfExperts:
@@ -104,10 +107,44 @@ def test_a_layer_in_float8_multiplies_what_was_rounded(recipe: str) -> None:
 def test_second_derivatives_are_one_error() -> None:
     moe = layer()
     x = torch.randn(5, 8, requires_grad=True)
-    (grad,) = torch.autograd.grad(moe(x).square().sum(), x, create_graph=True)
-    assert grad.shape == x.shape
-    with pytest.raises(NotImplementedError, match="The backward of expert_mlp is not differentiable"):
-        grad.square().sum().backward()
+    for loss in (moe(x).square().sum(), moe(x).sum()):
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        assert grad.shape == x.shape
+        with pytest.raises(NotImplementedError, match="The backward of expert_mlp is not differentiable"):
+            (grad.square() + x).sum().backward()
+    with pytest.raises(NotImplementedError, match=r"The backward of .*expert_mlp is not differentiable"):
+        torch.func.grad(lambda x: torch.func.grad(lambda y: moe(y).sum())(x).sum())(x.detach())
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # by which torch makes jvp ready
+@pytest.mark.parametrize("is_of_ours", [True, False])
+def test_transforms_of_functions(is_of_ours: bool) -> None:
+    moe = layer(aux_loss_coeff=0.1, z_loss_coeff=0.1)
+    if not is_of_ours:
+        # Rows are taken and summed up one by one.
+        moe.experts.mix_here = lambda *given: ExpertLayer.mix_here(moe.experts, *given)
+    x = torch.randn(5, 8)
+    parameters = dict(moe.named_parameters())
+    expected = torch.autograd.grad(moe(x).square().sum(), [*parameters.values()])
+
+    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        return functional_call(moe, parameters, (x,)).square().sum()
+
+    grads = torch.func.grad(loss)({name: value.detach() for name, value in parameters.items()})
+    for grad, other in zip(grads.values(), expected, strict=True):
+        torch.testing.assert_close(grad, other)
+    # torch would have a tangent of zeros come out of an operator.
+    with pytest.raises(NotImplementedError, match=r"forward derivative|jvp"):
+        torch.func.jvp(moe, (x,), (x,))
+    with pytest.raises(NotImplementedError, match=r"forward derivative|jvp"), forward_ad.dual_level():
+        moe(forward_ad.make_dual(x, x))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # by which torch makes jvp ready
+def test_kernels_have_no_forward_derivatives() -> None:
+    x = torch.randn(5, 8)
+    with pytest.raises(NotImplementedError, match=r"disttrain::norm has no forward derivative"):
+        torch.func.jvp(lambda x: rms_norm(x, torch.ones(8)), (x,), (x,))
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1])

@@ -14,6 +14,7 @@ from disttrain.experts import use_experts
 from disttrain.experts.models import layers
 from disttrain.experts.models.stacking import stacked
 from disttrain.kernels import Sparse24, use_kernels, use_sparse24
+from disttrain.pipelining import split_blocks
 from tests.cases.expert_blocks import BLOCKS, D, E, GatedMlp, H, LoopOverHits, SortedRows
 from tests.cases.expert_models import CONFIGS, made
 
@@ -301,3 +302,30 @@ def test_with_use_kernels(is_first: bool) -> None:
     assert_same(model["list"], other["list"], x)
     assert_same(model["sorter"], other["sorter"], x)
     assert all(other["list"].experts._is_plain(expert) for expert in other["list"].experts)
+
+
+def test_a_block_gives_the_dims_that_it_gave() -> None:
+    block = made("Llama4Text").model.layers[0].feed_forward
+    other = copy.deepcopy(block)
+    assert quietly(other).taken
+    x = torch.randn(2, 3, 16).double()
+    for given in (x, x[0]):
+        assert [one.shape for one in other(given)] == [one.shape for one in block(given)]
+
+
+def test_stages_with_experts_pickle_and_copy() -> None:
+    model = made("Mixtral").eval()
+    tokens = torch.randint(0, 32, (2, 9))
+    expected = model(tokens).logits
+    quietly(model)
+    stages = split_blocks(model, 2).stages
+    for stage in stages:
+        torch.save(stage, file := io.BytesIO())
+        read = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+        for other in (read, copy.deepcopy(stage)):
+            assert type(other) is type(stage)
+            assert list(other.state_dict()) == list(stage.state_dict())
+    out: Any = tokens
+    for stage in copy.deepcopy(stages):
+        out = stage(out)
+    torch.testing.assert_close(out.logits, expected)

@@ -33,7 +33,8 @@ def gradient_layout(operation: str, layout: Layout, placements: Sequence[Placeme
     Raises LayoutError where they do not.
     """
     if placements is None:
-        return layout.with_placements(gradient_placements(layout.placements))
+        # Most have no partial placement; to look up what they have anyway would take longer than all else here.
+        return layout.with_placements(gradient_placements(layout.placements)) if layout.has_partial else layout
     wanted = checked_layout(operation, layout.mesh, placements, num_dims)
     if any(
         new != old and (new.cut_dim is not None or old.cut_dim is not None)

@@ -15,6 +15,7 @@ from disttrain.experts.exchange.expert_cut import ExpertCut
 from disttrain.experts.exchange.sizes import packed
 from disttrain.kernels.grouped.rows import ExpertOrder
 from disttrain.process_group import ProcessGroup, Work, all_to_all_single
+from disttrain.process_group.door import issue
 
 
 class AllToAll(Exchange):
@@ -23,6 +24,7 @@ class AllToAll(Exchange):
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(group)
         self._host_buffers: list[torch.Tensor] = []
+        self._without_rows: dict[tuple[torch.dtype, int], tuple[torch.Tensor]] = {}
 
     def route(self, order: ExpertOrder, num_experts: int, weights: torch.Tensor | None, most_rows: int) -> SizedRoute:
         """Begin to exchange the sizes; see `Exchange`."""
@@ -33,11 +35,24 @@ class AllToAll(Exchange):
                 "Call shard_experts with exchange='padded', or 'peers' on one host.",
                 rank=self.group.world.rank,
             )
-        cut = ExpertCut(num_experts, self.group.group_size)
+        cut = ExpertCut.of(num_experts, self.group.group_size)
         sizes = packed(order.ends, cut, weights)
-        work = all_to_all_single(sizes[1], sizes[0], group=self.group, async_op=True)
+        own, others = sizes.unbind()
+        work = all_to_all_single(others, own, group=self.group, async_op=True)
         assert work is not None
         return SizedRoute(self, order, cut, sizes, work)
+
+    def send(self, output: torch.Tensor, rows: torch.Tensor, received: list[int], sent: list[int]) -> Work:
+        """Begin an all_to_all_single of sizes that are known to fit, which need no checks; they are others at each
+        call, and the recorder is told of rows without their number."""
+        run = self.group.backend_of("all_to_all_single", rows).all_to_all_single
+        arguments, kind = (output, rows, received, sent, True), (rows.dtype, rows.shape[1])
+        like = self._without_rows.get(kind)
+        if like is None:
+            like = self._without_rows[kind] = (rows.new_empty((0, rows.shape[1])),)
+        work = issue(self.group, "all_to_all_single", run, arguments, (rows,), (output,), async_op=True, recorded=like)
+        assert work is not None
+        return work
 
     def host_buffer(self, like: torch.Tensor) -> torch.Tensor:
         """Pinned memory, of which a few are enough: each is read before the next layer asks."""
@@ -87,9 +102,7 @@ class SizedRoute:
                 coming[num_sent:] = 0
             else:
                 rows = rows[:num_sent]
-        work = all_to_all_single(output, rows.contiguous(), received, sent, self._group, async_op=True)
-        assert work is not None
-        return coming, work
+        return coming, self._owner.send(output, rows.contiguous(), received, sent)
 
     def finish(self, coming: torch.Tensor, work: Work, is_back: bool) -> torch.Tensor:
         work.wait()
@@ -112,7 +125,7 @@ class SizedRoute:
         sent, received = ([int(total) for total, _ in side] for side in tails)
         self._splits = sent, received
         # Not the pad of a rank that has fewer experts than others.
-        counts = sizes[1, :, : len(self._cut.experts_of(self._group.group_rank))]
+        counts = sizes[1, :, : self._cut.num_experts_of(self._group.group_rank)]
         self._arrival = arrange(counts, sum(received))
         self.ends = self._arrival.ends
         return self._splits

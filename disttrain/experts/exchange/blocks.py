@@ -57,7 +57,7 @@ def paths_of(counts: torch.Tensor, cut: ExpertCut, rank: int) -> Paths:
         ranks.expand(chunk, -1).reshape(-1),
         homes[:, rank].T.reshape(-1),
     )
-    return Paths(there, back, ends[rank, : len(cut.experts_of(rank))].to(torch.int32))
+    return Paths(there, back, ends[rank, : cut.num_experts_of(rank)].to(torch.int32))
 
 
 def _side_by_side(ends: torch.Tensor, targets: torch.Tensor, firsts: torch.Tensor) -> Blocks:

@@ -19,6 +19,7 @@ from disttrain.experts.exchange.legs import Leg, Route
 from disttrain.experts.exchange.padded import Padded
 from disttrain.experts.exchange.peers import Peers
 from disttrain.experts.exchange.sizes import keep_earliest, room_of
+from disttrain.kernels._torch import is_transformed
 from disttrain.kernels.grouped.rows import ExpertOrder, combine_rows, sort_by_expert, take_rows
 from disttrain.mesh import DeviceMesh, checked_axis
 from disttrain.process_group import ProcessGroup
@@ -123,7 +124,7 @@ def most_rows(indices: torch.Tensor, num_experts: int, exchange: Exchange, capac
     most = indices.numel()
     if capacity is None:
         return most
-    return min(most, room_of(capacity, most, num_experts) * ExpertCut(num_experts, exchange.group.group_size).chunk)
+    return min(most, room_of(capacity, most, num_experts) * ExpertCut.of(num_experts, exchange.group.group_size).chunk)
 
 
 def begin_dispatch(
@@ -160,6 +161,8 @@ def check_arguments(
     problem = _problem(x, indices, num_experts, weights, width) or problem_of_capacity(capacity)
     if problem is None and dtype not in (None, x.dtype) and not is_within_autocast(x.device):
         problem = f"x is {x.dtype}, and the experts are {dtype}.", "Cast one of them, or compute within torch.autocast."
+    if problem is None and exchange is not None and is_transformed():
+        problem = "a transform of torch.func is at work, and experts lie on several ranks.", "Use torch.autograd.grad."
     if problem is not None:
         group = None if exchange is None else exchange.group
         rank = None if group is None else group.world.rank

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache, cached_property
 
 
 @dataclass(frozen=True)
@@ -15,10 +16,19 @@ class ExpertCut:
     num_experts: int
     num_ranks: int
 
-    @property
+    @classmethod
+    @cache
+    def of(cls, num_experts: int, num_ranks: int) -> ExpertCut:
+        """The one cut of these, for layers, which ask at each call."""
+        return cls(num_experts, num_ranks)
+
+    @cached_property
     def chunk(self) -> int:
         """The experts of a full rank."""
         return -(-self.num_experts // self.num_ranks)
+
+    def num_experts_of(self, rank: int) -> int:
+        return max(0, min(self.chunk, self.num_experts - rank * self.chunk))
 
     def experts_of(self, rank: int) -> range:
         return range(

@@ -62,7 +62,7 @@ class Padded(FixedRoom):
     def route(self, order: ExpertOrder, num_experts: int, weights: torch.Tensor | None, most_rows: int) -> PaddedRoute:
         """Exchange the sizes; see `Exchange`."""
         room = self.room(most_rows, order.order.device)
-        return PaddedRoute(self.group, order, ExpertCut(num_experts, self.group.group_size), room)
+        return PaddedRoute(self.group, order, ExpertCut.of(num_experts, self.group.group_size), room)
 
 
 class PaddedRoute:
@@ -78,8 +78,7 @@ class PaddedRoute:
         received = torch.empty_like(sizes)
         all_to_all_single(received, sizes, group=group)
         # What is in a block behind its rows counts as one more expert's, which come last.
-        experts = cut.experts_of(group.group_rank)
-        rows = received[:, : len(experts)]
+        rows = received[:, : cut.num_experts_of(group.group_rank)]
         self._arrival = arrange(torch.cat((rows, most_rows - rows.sum(1, keepdim=True)), 1), rows.shape[0] * most_rows)
         self.ends = self._arrival.ends[:-1]
         totals = sizes.sum(1)

@@ -61,7 +61,7 @@ class Peers(FixedRoom):
     def route(self, order: ExpertOrder, num_experts: int, weights: torch.Tensor | None, most_rows: int) -> PeerRoute:
         """Exchange the sizes; see `Exchange`."""
         room = self.room(most_rows, order.order.device)
-        return PeerRoute(self, order, ExpertCut(num_experts, self.group.group_size), room)
+        return PeerRoute(self, order, ExpertCut.of(num_experts, self.group.group_size), room)
 
     def share(self, counts: torch.Tensor) -> torch.Tensor:
         """All ranks' counts (ranks, *counts.shape), of one shape on all."""

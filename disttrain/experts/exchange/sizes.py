@@ -30,7 +30,7 @@ def packed(ends: torch.Tensor, cut: ExpertCut, weights: torch.Tensor | None) -> 
     chunk = cut.chunk
     finding = None
     if weights is not None:
-        finding = weights.detach().sum(dtype=torch.promote_types(weights.dtype, torch.float32))
+        finding = weights.detach().sum(dtype=torch.float64)
     if launches(ends):
         return triton_kernels().pack(ends, finding, cut.num_ranks, chunk)  # type: ignore[no-any-return]
     sizes = torch.zeros((2, cut.num_ranks, chunk + 2), dtype=torch.float64, device=ends.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -50,7 +51,7 @@ class BlockForward:
           shared, shared_gate  names of the module for all tokens and of the linear layer of its gate, or empty.
           is_by_inputs   experts are given tokens times weights.
           returned_index  which tensor of the router's follows the output; None: none.
-          is_whole  the router is given x as it comes.
+          is_whole  the router is given x as it comes;  is_flat  the output is (tokens, D), whatever dims x has.
     """
 
     router: str
@@ -61,6 +62,7 @@ class BlockForward:
     is_by_inputs: bool = False
     returned_index: int | None = None
     is_whole: bool = False
+    is_flat: bool = False
 
     def __call__(self, module: nn.Module, x: torch.Tensor) -> Any:
         jitter = next((getattr(module, name) for name in _JITTERS if getattr(module, name, None)), 0.0)
@@ -81,6 +83,8 @@ class BlockForward:
             if self.shared_gate:
                 shared = getattr(module, self.shared_gate)(x).sigmoid() * shared
             out = out + shared
+        if self.is_flat:
+            out = out.flatten(0, -2)
         return out if self.returned_index is None else (out, results[self.returned_index])
 
     def _chosen(self, results: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,14 +127,20 @@ def block_forwards(module: nn.Module, experts: str, num_experts: int, *, is_batc
     scales = [*(scale for scale in _scales(module) if scale != 1.0), 1.0]
     choices: list[Any] = [None] if not is_batched else []
     choices += [_Scores(k) for k in counts] if is_batched else list(_choices(counts, scales))
-    for router in routers:
-        for choice in choices:
-            for whole in (*shared_experts, ""):
-                for gate in (*gates, "") if whole else ("",):
-                    for returned_index in (None, 0, 1, 2):
-                        yield BlockForward(
-                            router, experts, choice, whole, gate, is_batched, returned_index, choice is None
-                        )
+    ways = itertools.product((False, True), routers, choices, (*shared_experts, ""), (*gates, ""), (None, 0, 1, 2))
+    for is_flat, router, choice, shared, gate, returned_index in ways:
+        if shared or not gate:
+            yield BlockForward(
+                router,
+                experts,
+                choice,
+                shared,
+                gate,
+                is_batched,
+                returned_index,
+                is_whole=choice is None,
+                is_flat=is_flat,
+            )
 
 
 def _choices(counts: Sequence[int], scales: Sequence[float]) -> Iterator[RoutingRule]:

@@ -17,7 +17,7 @@ from disttrain.errors import RoutingError, ShapeError
 from disttrain.experts.routing.axes import summed
 from disttrain.experts.routing.choice import Routing, best, probabilities
 from disttrain.experts.routing.rule import RouterRule
-from disttrain.kernels.operators import define, differentiate
+from disttrain.kernels.operators import call, define, differentiate
 from disttrain.mesh import DeviceMesh, axis_of_several
 
 SCOPES = ("rank", "sequence", "batch")
@@ -225,5 +225,5 @@ def with_loss(weights: torch.Tensor, loss: torch.Tensor, scale: torch.Tensor) ->
 
     Args: loss, scale  one number each.
     """
-    result: torch.Tensor = _with_loss_op(weights, loss, scale)
+    result: torch.Tensor = call(_with_loss_op, weights, loss, scale)
     return result

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from disttrain.autocast import is_within_autocast
-from disttrain.kernels.operators import define, differentiate, refuse_second_derivative
+from disttrain.kernels.operators import call, define, differentiate, refuse_second_derivative
 
 
 def logits_of(
@@ -23,7 +23,7 @@ def logits_of(
     with _without_autocast(x):
         if x.dtype == dtype:
             return _product(x, weight, bias, dtype)
-        result: torch.Tensor = _wide_linear(x, weight, bias, dtype)
+        result: torch.Tensor = call(_wide_linear, x, weight, bias, dtype)
         return result
 
 

@@ -15,7 +15,7 @@ from disttrain.kernels.grouped.choice import kernels_of, outer, product
 from disttrain.kernels.grouped.float8 import RECIPES
 from disttrain.kernels.grouped.form import GatedForm
 from disttrain.kernels.grouped.rows import ExpertOrder
-from disttrain.kernels.operators import define, differentiate, once, refuse_second_derivative
+from disttrain.kernels.operators import call, define, differentiate, once, refuse_second_derivative
 
 GateUp = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -40,7 +40,7 @@ def grouped_linear(
     """
     _check("grouped_linear", x, ends, {"weight": weight, "bias": bias}, [weight.shape[1 if is_transposed else 2]])
     x, weight, bias = _as_autocast_says(x, weight, bias)
-    return torch.ops.disttrain.grouped_linear(x, weight, ends, bias, is_transposed)  # type: ignore[no-any-return]
+    return call(LINEAR, x, weight, ends, bias, is_transposed)  # type: ignore[no-any-return]
 
 
 def expert_mlp(
@@ -160,7 +160,7 @@ def _compute(*arguments: Any) -> torch.Tensor:
     """The result of `MLP`; called in Python where nobody watches operators, which takes the host half as long."""
     if are_plain(arguments[:10]):
         return _Mlp.apply(*arguments)  # type: ignore[no-any-return, no-untyped-call]
-    return torch.ops.disttrain.expert_mlp(*arguments)[0]  # type: ignore[no-any-return]
+    return call(MLP, *arguments)[0]  # type: ignore[no-any-return]
 
 
 class _Mlp(torch.autograd.Function):

@@ -12,7 +12,7 @@ import torch
 from disttrain.errors import ShapeError
 from disttrain.kernels._torch import are_plain
 from disttrain.kernels.grouped.choice import kernels_of, sorter_of
-from disttrain.kernels.operators import define, differentiate, once, refuse_second_derivative
+from disttrain.kernels.operators import call, define, differentiate, once, refuse_second_derivative
 
 
 class ExpertOrder(NamedTuple):
@@ -55,7 +55,7 @@ def take_rows(x: torch.Tensor, order: ExpertOrder, k: int) -> torch.Tensor:
         raise ShapeError("take_rows", problem, "Give (tokens, D) of as many tokens as were sorted.")
     if are_plain((x, *order)):
         return _Take.apply(x, *order, k)  # type: ignore[no-any-return, no-untyped-call]
-    return torch.ops.disttrain.expert_take(x, *order, k)  # type: ignore[no-any-return]
+    return call(TAKE, x, *order, k)  # type: ignore[no-any-return]
 
 
 def combine_rows(rows: torch.Tensor, order: ExpertOrder, weights: torch.Tensor) -> torch.Tensor:
@@ -71,7 +71,7 @@ def combine_rows(rows: torch.Tensor, order: ExpertOrder, weights: torch.Tensor) 
         raise ShapeError("combine_rows", problem, "Give (tokens * k, D) and (tokens, k).")
     if are_plain((rows, *order, weights)):
         return _Combine.apply(rows, *order, weights)  # type: ignore[no-any-return, no-untyped-call]
-    return torch.ops.disttrain.expert_combine(rows, *order, weights)  # type: ignore[no-any-return]
+    return call(COMBINE, rows, *order, weights)  # type: ignore[no-any-return]
 
 
 class _Take(torch.autograd.Function):
