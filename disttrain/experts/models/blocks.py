@@ -128,19 +128,10 @@ def block_forwards(module: nn.Module, experts: str, num_experts: int, *, is_batc
     choices: list[Any] = [None] if not is_batched else []
     choices += [_Scores(k) for k in counts] if is_batched else list(_choices(counts, scales))
     ways = itertools.product((False, True), routers, choices, (*shared_experts, ""), (*gates, ""), (None, 0, 1, 2))
-    for is_flat, router, choice, shared, gate, returned_index in ways:
-        if shared or not gate:
-            yield BlockForward(
-                router,
-                experts,
-                choice,
-                shared,
-                gate,
-                is_batched,
-                returned_index,
-                is_whole=choice is None,
-                is_flat=is_flat,
-            )
+    for is_flat, router, choice, for_all, gate, index in ways:
+        if for_all or not gate:
+            is_whole = choice is None
+            yield BlockForward(router, experts, choice, for_all, gate, is_batched, index, is_whole, is_flat)
 
 
 def _choices(counts: Sequence[int], scales: Sequence[float]) -> Iterator[RoutingRule]:
