@@ -160,7 +160,7 @@ class Worker:
             signal.pidfd_send_signal(self._process.fileno(), number)
 
 
-def tail(log: IO[bytes], num_bytes: int = 4000) -> str:
+def tail(log: IO[bytes], num_bytes: int = 8000) -> str:
     """The end of what was written to it, without faulthandler's list of modules, which may be longer than all else."""
     log.seek(0, os.SEEK_END)
     log.seek(max(0, log.tell() - _MODULES_BYTES - num_bytes))

@@ -99,6 +99,9 @@ def test_gradients_that_lie_in_several_ways_are_clipped_by_one_reduction(order: 
 
 
 def test_an_optimizers_total_norm_is_one_reduction() -> None:
+    # Computed before: norms are counted in all threads.
+    expected = torch.linalg.vector_norm(torch.stack([normal(4, 6, seed=index) for index in range(9)])).item()
+
     def body() -> None:
         grads = [one.grad for one in gradients(mesh_of((2,))) if one.grad is not None]
         alone = patch.object(torch.linalg, "vector_norm", wraps=torch.linalg.vector_norm)
@@ -106,8 +109,7 @@ def test_an_optimizers_total_norm_is_one_reduction() -> None:
             norm = total_norm(grads).item()
         # Of all gradients in one launch; then of their norms, on each of two ranks.
         assert norms.call_count <= 4
-        whole = torch.stack([normal(4, 6, seed=place) for place in range(9)])
-        assert norm == pytest.approx(torch.linalg.vector_norm(whole).item())
+        assert norm == pytest.approx(expected)
         assert counted.of("norms").operations == counted.total.operations == 1
 
     run_threads(2, body)

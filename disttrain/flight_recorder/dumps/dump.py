@@ -16,6 +16,7 @@ import msgpack
 from disttrain.flight_recorder.dumps.private_file import replace_file
 from disttrain.flight_recorder.dumps.words import DUMP_VERSION, rank_name
 from disttrain.flight_recorder.record.record import (
+    BESIDE,
     CallSite,
     ChannelProgress,
     Failure,
@@ -81,7 +82,8 @@ class Dump:
     def is_in_transport(self) -> bool:
         """True when some thread was inside a collective or message, or connecting for its first."""
         inside = f"{self.package}process_group/"
-        return any(frame.file.startswith(inside) for thread in self.threads for frame in thread.stack)
+        threads = [thread for thread in self.threads if thread.is_main or not thread.name.startswith(BESIDE)]
+        return any(frame.file.startswith(inside) for thread in threads for frame in thread.stack)
 
 
 def dump_name(dump: Dump) -> str:

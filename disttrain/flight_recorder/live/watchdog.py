@@ -28,9 +28,9 @@ from disttrain.errors import DisttrainError, FlightDumpError, StoreError
 from disttrain.flight_recorder.live.replay_limits import ReplayLimits, end_overdue
 from disttrain.flight_recorder.record.device.probe import Probe, has_stream_ended
 from disttrain.flight_recorder.record.process.symbols import PACKAGE
+from disttrain.flight_recorder.record.record import BESIDE
 from disttrain.flight_recorder.record.recorder import FlightRecorder
 from disttrain.flight_recorder.record.ring.layout import STACKS_SUFFIX
-from disttrain.process_group.joining.connecting import CONNECTING
 from disttrain.store.clock import SharedClock, own_boot, serve_clock
 from disttrain.store.responder import Responder
 
@@ -272,7 +272,7 @@ def _main_position() -> tuple[int, int]:
 
 def _is_inside() -> bool:
     """True when some thread is inside a collective or message, or connecting for its first."""
-    beside = {thread.ident for thread in threading.enumerate() if thread.name == CONNECTING}
+    beside = {thread.ident for thread in threading.enumerate() if thread.name.startswith(BESIDE)}
     for ident, innermost in sys._current_frames().items():
         frame = None if ident in beside else innermost
         while frame is not None:

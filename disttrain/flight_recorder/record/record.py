@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 Shape = tuple[int, ...]
 
@@ -183,6 +183,10 @@ class ChannelProgress:
     operation: str
     peer_rank: int
     last_sequence: int
+
+
+BESIDE: Final = "disttrain "
+"""How the names of disttrain's own threads begin. They wait within it while nobody is in a collective."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,6 @@ from disttrain.ranks import Ranks
 if TYPE_CHECKING:
     from disttrain.process_group.home import HomeWorld
 
-CONNECTING: Final = "disttrain connecting"
-"""The name of threads that connect for others: nothing of this rank waits for them."""
 _CLOSING_S: Final = 1.0
 
 
@@ -42,7 +40,7 @@ class Connecting:
         group = self._group(request)
         if group is not None and not group.is_connected(request["device_type"]):
             thread = threading.Thread(
-                target=group.connect_beside, args=(request["device_type"],), name=CONNECTING, daemon=True
+                target=group.connect_beside, args=(request["device_type"],), name="disttrain connecting", daemon=True
             )
             if not self._threads:
                 # A thread that comes back from C++ while the interpreter is taken down would take the process with it.

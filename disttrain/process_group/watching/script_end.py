@@ -8,13 +8,11 @@ in its threads, so that there only a warning says what keeps the process.
 from __future__ import annotations
 
 import logging
-import os
 import threading
-import time
 import weakref
 from typing import TYPE_CHECKING, Final, Protocol
 
-from disttrain._python.main_thread import kept_by, when_main_ends
+from disttrain._python.main_thread import MainEnd
 from disttrain.process_group.interfaces import WorldLike
 
 if TYPE_CHECKING:
@@ -34,40 +32,24 @@ class RefusingWorld(WorldLike, Protocol):
 
 
 class ScriptEnd:
-    """Waits for the end of this process's script until it is closed, in a thread: none can be started by then."""
+    """Waits for the end of this process's script until it is closed."""
 
     def __init__(self, world: RefusingWorld) -> None:
         self._world = weakref.ref(world)
-        self._pid = os.getpid()
-        self._error: BaseException | None = None
-        self._is_closed = False
-        self._wake = threading.Event()
-        threading.Thread(target=self._watch, name="disttrain script end", daemon=True).start()
-        when_main_ends(self._note)
+        # The thread that waits lies outside this package, where a thread counts as within a collective.
+        self._end = MainEnd(self._tell, _GRACE_S)
 
     def close(self) -> None:
-        """Wait no longer. Idempotent."""
-        self._is_closed = True
-        self._wake.set()
+        """Waits no longer. Idempotent."""
+        self._end.close()
 
-    def _note(self, error: BaseException | None) -> None:
-        # Where nothing keeps the process, it is about to end: no thread is to wake while the interpreter goes.
-        if os.getpid() == self._pid and kept_by():
-            self._error = error
-            self._wake.set()
-
-    def _watch(self) -> None:
-        self._wake.wait()
-        end_s = time.monotonic() + _GRACE_S
-        for thread in () if self._is_closed else kept_by():
-            thread.join(max(0.0, end_s - time.monotonic()))
-        world = self._world()
-        if self._is_closed or world is None or not (threads := kept_by()):
+    def _tell(self, error: BaseException | None, threads: list[threading.Thread]) -> None:
+        if (world := self._world()) is None:
             return
         names = [thread.name for thread in threads[:_MAX_NAMED]] + ["..."] * (len(threads) > _MAX_NAMED)
-        how = "has ended" if self._error is None else f"has failed ({type(self._error).__name__})"
+        how = "has ended" if error is None else f"has failed ({type(error).__name__})"
         said = "the script of rank %d %s, but threads that are no daemons keep its process: %s"
         _log.warning(said, world.rank, how, ", ".join(names))
-        if isinstance(self._error, Exception):
+        if isinstance(error, Exception):
             for group in world.groups:
-                world.refusals.end(group, "to go on", self._error)
+                world.refusals.end(group, "to go on", error)
