@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-
 KeptBy = Callable[[BaseException | None, list[threading.Thread]], None]
 
 
@@ -24,9 +23,7 @@ class MainEnd:
     Args: grace_s  the time that threads may take to see that the script has ended.
     """
 
-    def __init__(
-        self, callback: Callable[[BaseException | None, list[threading.Thread]], None], grace_s: float
-    ) -> None:
+    def __init__(self, callback: KeptBy, grace_s: float) -> None:
         self._callback, self._grace_s = callback, grace_s
         self._pid = os.getpid()
         self._error: BaseException | None = None
