@@ -63,6 +63,16 @@ def test_what_became_of_a_rank(absent: Dump, cause: Cause) -> None:
     assert verdict.advice == cause.advice
 
 
+@pytest.mark.parametrize(
+    ("name", "cause"), [("disttrain stop signals", Cause.IN_PYTHON), ("Thread-7 (evaluate)", Cause.CONNECTING)]
+)
+def test_threads_of_disttrain_wait_for_no_collective(name: str, cause: Cause) -> None:
+    absent = _absent("running")
+    inside = Frame(f"{absent.package}process_group/watching/stop_signals.py", 7, "read")
+    threads = (*absent.threads, ThreadStack(name, False, (inside,)))
+    assert _judge(_waiting(0), replace(absent, threads=threads), _waiting(2)).cause is cause
+
+
 def test_a_rank_that_came_and_then_gave_no_sign_of_life() -> None:
     ring = replace(_waiting(1), reason=RING, threads=(), dumped_s=NOW_S - 20)
     verdict = _judge(_waiting(0), ring, _waiting(2))
