@@ -26,7 +26,7 @@ def views_of(op: OpOverload, shape: Sequence[int], stride: Sequence[int], args: 
 _Views = Sequence[tuple[Sequence[int], Sequence[int]]] | None
 
 
-def _place(dim: int, num_dims: int) -> int | None:
+def _nonnegative(dim: int, num_dims: int) -> int | None:
     return dim % num_dims if -num_dims <= dim < num_dims else None
 
 
@@ -35,7 +35,7 @@ def _same(shape: list[int], stride: list[int]) -> _Views:
 
 
 def _transposed(shape: list[int], stride: list[int], first: int = 0, second: int = 1) -> _Views:
-    dims = _place(first, len(shape)), _place(second, len(shape))
+    dims = _nonnegative(first, len(shape)), _nonnegative(second, len(shape))
     if dims[0] is None or dims[1] is None:
         return None
     for values in (shape, stride):
@@ -49,26 +49,26 @@ def _t(shape: list[int], stride: list[int]) -> _Views:
 
 def _permuted(shape: list[int], stride: list[int], dims: Sequence[int]) -> _Views:
     num_dims = len(shape)
-    places = [_place(dim, num_dims) for dim in dims]
-    order = [place for place in places if place is not None]
-    if sorted(order) != list(range(num_dims)) or len(order) != len(places):
+    positions = [_nonnegative(dim, num_dims) for dim in dims]
+    order = [position for position in positions if position is not None]
+    if sorted(order) != list(range(num_dims)) or len(order) != len(positions):
         return None
     return [([shape[dim] for dim in order], [stride[dim] for dim in order])]
 
 
 def _unsqueezed(shape: list[int], stride: list[int], dim: int) -> _Views:
-    place = _place(dim, len(shape) + 1)
-    if place is None:
+    position = _nonnegative(dim, len(shape) + 1)
+    if position is None:
         return None
-    step = shape[place] * stride[place] if place < len(shape) else 1
-    return [([*shape[:place], 1, *shape[place:]], [*stride[:place], step, *stride[place:]])]
+    step = shape[position] * stride[position] if position < len(shape) else 1
+    return [([*shape[:position], 1, *shape[position:]], [*stride[:position], step, *stride[position:]])]
 
 
 def _selected(shape: list[int], stride: list[int], dim: int, index: int) -> _Views:
-    place = _place(dim, len(shape))
-    if place is None or type(index) is not int or not -shape[place] <= index < shape[place]:
+    position = _nonnegative(dim, len(shape))
+    if position is None or type(index) is not int or not -shape[position] <= index < shape[position]:
         return None
-    del shape[place], stride[place]
+    del shape[position], stride[position]
     return [(shape, stride)]
 
 
@@ -80,27 +80,27 @@ def _sliced(
     end: int | None = None,
     step: int = 1,
 ) -> _Views:
-    place = _place(dim, len(shape))
-    if place is None or step <= 0:
+    position = _nonnegative(dim, len(shape))
+    if position is None or step <= 0:
         return None
-    shape[place] = IndexRange.of_slice(shape[place], start, end, step).length
-    stride[place] *= step
+    shape[position] = IndexRange.of_slice(shape[position], start, end, step).length
+    stride[position] *= step
     return [(shape, stride)]
 
 
 def _split(shape: list[int], stride: list[int], size: int, dim: int = 0) -> _Views:
-    place = _place(dim, len(shape))
-    if place is None or size <= 0 or shape[place] <= 0:
+    position = _nonnegative(dim, len(shape))
+    if position is None or size <= 0 or shape[position] <= 0:
         return None
-    sizes = [min(size, shape[place] - begin) for begin in range(0, shape[place], size)]
+    sizes = [min(size, shape[position] - begin) for begin in range(0, shape[position], size)]
     return _split_into(shape, stride, sizes, dim)
 
 
 def _split_into(shape: list[int], stride: list[int], sizes: Sequence[int], dim: int = 0) -> _Views:
-    place = _place(dim, len(shape))
-    if place is None or min(sizes, default=0) < 0 or sum(sizes) != shape[place]:
+    position = _nonnegative(dim, len(shape))
+    if position is None or min(sizes, default=0) < 0 or sum(sizes) != shape[position]:
         return None
-    return [([*shape[:place], size, *shape[place + 1 :]], stride) for size in sizes]
+    return [([*shape[:position], size, *shape[position + 1 :]], stride) for size in sizes]
 
 
 _ATEN: Final = torch.ops.aten

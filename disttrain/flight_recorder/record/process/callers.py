@@ -50,17 +50,17 @@ def eight_callers(first: FrameType) -> Callers:
     return callers(EIGHT, first)
 
 
-def are_callers(known: Sequence[tuple[CodeType, int]], num_frames: int, first: FrameType) -> bool:
+def are_callers(expected: Sequence[tuple[CodeType, int]], num_frames: int, first: FrameType) -> bool:
     """True if these are the innermost `num_frames` from frame `first` on, each code with its offset.
 
     To compare takes half the time of a walk that keeps what it finds.
     """
     frame: FrameType | None = first
-    for code, offset in known:
+    for code, offset in expected:
         if frame is None or frame.f_lasti != offset or frame.f_code is not code:
             return False
         frame = frame.f_back
-    return frame is None or len(known) == num_frames
+    return frame is None or len(expected) == num_frames
 
 
 def callers(num_frames: int, first: FrameType) -> Callers:

@@ -127,8 +127,8 @@ class Descriptions:
 
     def label(self, action: str, module: str) -> int:
         """The number of a label."""
-        if (known := self._labels.get((action, module))) is not None:
-            return int(known[1])
+        if (numbered := self._labels.get((action, module))) is not None:
+            return int(numbered[1])
         with self._lock:
             entry = self._labels.get((action, module))
             if entry is None:
