@@ -15,6 +15,10 @@ _log = logging.getLogger(__name__)
 MAX_WAITING: Final = 10_000
 """Steps that may wait for a slow tracker."""
 
+OPENING_S: Final = 60.0
+"""The time that a tracker may take to begin where the job ends before: its library alone loads for seconds, on busy or
+remote disks for tens of them, and a short run would lose all that it had to say."""
+
 _Entry = tuple[Numbers, int, float]
 
 
@@ -41,6 +45,7 @@ class Outlet:
         self._waiting: queue.Queue[_Entry | None] = queue.Queue(max_waiting)
         self._num_given = self._num_lost = 0
         self._has_told = False
+        self._has_opened = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"disttrain {tracker.name}", daemon=True)
         self._thread.start()
 
@@ -53,7 +58,8 @@ class Outlet:
             self._lost(1, f"it is slow, and {self._waiting.maxsize} steps wait for it")
 
     def close(self, patience_s: float) -> None:
-        """Let it have what waits, for so long at most."""
+        """Let it have what waits, for so long at most once it has begun."""
+        self._has_opened.wait(OPENING_S)
         has_end = True
         try:
             self._waiting.put(None, timeout=patience_s)
@@ -85,6 +91,8 @@ class Outlet:
         except Exception as error:  # noqa: BLE001 - a tracker is no reason for training to end
             self._lost(0, f"it does not begin: {type(error).__name__}: {error}")
             return False
+        finally:
+            self._has_opened.set()
         return True
 
     def _try(self, act: Callable[[], object], num_steps: int) -> None:

@@ -33,7 +33,9 @@ _SEND_S: Final = 1.0
 _IDLE_S: Final = 3600.0
 _MAX_WAITING: Final = 10_000
 _CLOSING_S: Final = 10.0
-"""The time that a tracker may take to send the last numbers."""
+"""The time that the last reports may take through the store."""
+_LAST_NUMBERS_S: Final = 30.0
+"""The time that a tracker which has begun may take to send the last numbers."""
 
 
 def track(
@@ -150,7 +152,7 @@ class Tracking:
             self._receiving.close()
         self._sending.close()
         for outlet in self._outlets:
-            outlet.close(_CLOSING_S)
+            outlet.close(_LAST_NUMBERS_S)
         if self._num_lost:
             _log.warning("rank %d has lost %d steps for the trackers", self._rank, self._num_lost)
 

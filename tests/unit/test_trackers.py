@@ -169,6 +169,22 @@ def test_a_tracker_that_hangs_does_not_keep_the_job(caplog: pytest.LogCaptureFix
     ]
 
 
+def test_a_tracker_that_takes_long_to_begin_loses_nothing_of_a_short_run() -> None:
+    class Heavy(Kept):
+        """As one whose library loads for longer than the last numbers take."""
+
+        def open(self, run_id: str | None, first_step: int, config: Mapping[str, Any]) -> str:
+            time.sleep(0.5)
+            return super().open(run_id, first_step, config)
+
+    heavy = Heavy()
+    way = Outlet(heavy, None, 0, {}, lambda *_: None)
+    way.put({"loss": 1.0}, 0, time.time())
+    way.close(0.2)
+    assert heavy.logged == [(0, {"loss": 1.0})]
+    assert heavy.is_closed
+
+
 def test_summaries_of_steps_go_on_from_the_checkpoint() -> None:
     kept = Kept()
     summary = {"step": 20, "step_s": 0.5, "waiting_share": None, "communication_share": 0.25}
