@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -120,7 +121,11 @@ _LOCAL: Final = threading.local()
 @contextmanager
 def _calling(model: Any) -> Iterator[None]:
     """Refuses what a model has computed in a block without attending across ranks."""
-    before = model.__call__
+    replaced = vars(model).get("__call__")
+
+    def before(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Looked for at each call: torch.fx has its own there while it traces.
+        return (super(model, self).__call__ if replaced is None else partial(replaced, self))(*args, **kwargs)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         cut = current_cut()
@@ -142,7 +147,10 @@ def _calling(model: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        del model.__call__
+        if replaced is None:
+            del model.__call__
+        else:
+            model.__call__ = replaced
 
 
 @contextmanager
