@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from disttrain.context_parallel._torch import FLEX, checkpointing
 from disttrain.context_parallel.faults import refuse, refuse_dropout, refuse_mask
 from disttrain.context_parallel.pretrained import attention_of_transformers
+from disttrain.context_parallel.unmade import UnmadeMask
 from disttrain.kernels import Causal, attention
 from disttrain.kernels.attention.context.current import between_graphs, current_cut, using
 from disttrain.kernels.attention.context.parts import Parts
@@ -33,6 +34,8 @@ from disttrain.process_group._torch import outside_graphs, run_outside
 
 NAME: Final = "scaled_dot_product_attention"
 _TORCHS: Final = F.scaled_dot_product_attention
+_ATEN: Final = torch.ops.aten.scaled_dot_product_attention
+_NAMES_OF_TORCHS: Final = {_TORCHS, _ATEN, _ATEN.default}
 _UNFLATTEN: Final = torch.Tensor.unflatten
 _SIGNATURE_OF_HEADS: Final = signature(F.multi_head_attention_forward)
 
@@ -84,7 +87,7 @@ class _Mode(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is _TORCHS:
+        if func in _NAMES_OF_TORCHS:
             return _attended_here(*args, **kwargs or {})
         if func is F.multi_head_attention_forward:
             _check_heads(*args, **kwargs or {})
@@ -156,7 +159,7 @@ def attended_across(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
+    attn_mask: torch.Tensor | UnmadeMask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -165,18 +168,37 @@ def attended_across(
     within: Mask | None = None,
 ) -> torch.Tensor:
     """Computes torch's function of sequences that are cut. Raises LayoutError for a mask in memory and for dropout."""
-    if attn_mask is not None:
+    if attn_mask is not None and not isinstance(attn_mask, UnmadeMask):
         refuse_mask(NAME, tuple(attn_mask.shape))
     if dropout_p > 0.0:
         refuse_dropout(NAME, dropout_p)
-    if query.dim() == 3:
-        query, key, value = (tensor.unsqueeze(0) for tensor in (query, key, value))
-        return attended_across(query, key, value, None, 0.0, is_causal, scale, enable_gqa, within=within).squeeze(0)
+    tensors = query, key, value
+    if any(tensor.dim() != 4 or tensor.shape[0] != query.shape[0] for tensor in tensors):
+        (query, key, value), shape = _as_batch(*tensors)
+        attended = attended_across(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa, within=within)
+        return attended.reshape(*shape, *attended.shape[-2:])
     # One head of keys broadcasts, as torch has it.
     if not enable_gqa and query.dim() == 4 and key.shape[1] not in (1, query.shape[1]):
         problem = f"query has {query.shape[1]} heads and key {key.shape[1]}, without enable_gqa."
         refuse(NAME, problem, "Give enable_gqa=True.")
-    return attention(query, key, value, both(Causal() if is_causal else None, within), scale=scale)
+    rule: Rule | None = Causal() if is_causal else None
+    if attn_mask is not None:
+        rule = Rules(attn_mask.rules) if attn_mask.rules else None
+    return attention(query, key, value, both(rule, within), scale=scale)
+
+
+def _as_batch(*tensors: torch.Tensor) -> tuple[list[torch.Tensor], tuple[int, ...]]:
+    """Tensors (..., H, L, E), or (L, E), as (B, H, L, E), with the dims before L of the result; they broadcast."""
+    with_heads = [tensor if tensor.dim() > 2 else tensor.unsqueeze(0) for tensor in tensors]
+    try:
+        outer = torch.broadcast_shapes(*(tensor.shape[:-3] for tensor in with_heads))
+    except RuntimeError:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        refuse(NAME, f"query, key and value have shapes {shapes}.", "Give (..., H, L, E), alike but for H.")
+    batch = [
+        tensor.expand(*outer, *tensor.shape[-3:]).reshape(outer.numel(), *tensor.shape[-3:]) for tensor in with_heads
+    ]
+    return batch, (*outer, *tensors[0].shape[-3:-2])
 
 
 def both(rule: Rule | None, within: Mask | None) -> Rule | None:

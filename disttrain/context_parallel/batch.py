@@ -113,17 +113,17 @@ def cut_batch(
     """
     check_axis(NAME, axis)
 
-    def check() -> tuple[None, list[int]]:
-        _check(input_ids, labels, targets, document_ids, axis.get_rank())
-        return None, [*input_ids.shape, labels is not None, targets is not None, document_ids is not None]
+    def plan() -> tuple[tuple[Documents | None, Parts], list[int]]:
+        _check(input_ids, labels, targets, document_ids, rule, axis.get_rank())
+        documents = None if document_ids is None else Documents(document_ids)
+        default = Causal() if documents is None else Causal() & documents
+        parts = plan_cut(default if rule is None else rule, input_ids.shape[1], axis.size()).parts
+        given = (labels, targets, document_ids)
+        return (documents, parts), [*input_ids.shape, *(tensor is not None for tensor in given)]
 
     names = ("the number of sequences", "their length", "labels given", "targets given", "documents given")
-    alike(NAME, axis, names, check)
+    documents, parts = alike(NAME, axis, names, plan)
     length = input_ids.shape[1]
-    documents = None if document_ids is None else Documents(document_ids)
-    if rule is None:
-        rule = Causal() if documents is None else Causal() & documents
-    parts = plan_cut(rule, length, axis.size()).parts
     if targets is None:
         targets = _shifted(input_ids if labels is None else labels, document_ids)
     rank = axis.get_local_rank()
@@ -145,12 +145,15 @@ def cut_batch(
     )
 
 
-def _check(input_ids: object, labels: object, targets: object, document_ids: object, rank: int) -> None:
+def _check(input_ids: object, labels: object, targets: object, document_ids: object, rule: object, rank: int) -> None:
     if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2:
         shape = tuple(input_ids.shape) if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
         raise ShapeError(NAME, f"input_ids is {shape}.", "Give a tensor (B, S).", rank=rank)
     if labels is not None and targets is not None:
         raise ArgumentError(NAME, "labels and targets are given.", "Give one of them.", rank=rank)
+    if rule is not None and not isinstance(rule, Rule):
+        problem = f"rule is a {type(rule).__name__}."
+        raise ArgumentError(NAME, problem, "Give one of disttrain.kernels, such as Causal().", rank=rank)
     for name, tensor in (("labels", labels), ("targets", targets), ("document_ids", document_ids)):
         if tensor is None:
             continue

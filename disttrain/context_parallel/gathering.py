@@ -41,5 +41,5 @@ def _gather(tensor: torch.Tensor, axis: DeviceMesh) -> torch.Tensor:
     if axis.size() == 1:
         return tensor.unsqueeze(0)
     result = tensor.new_empty((axis.size(), *tensor.shape))
-    all_gather_into_tensor(result.view(-1, *tensor.shape[1:]), tensor, axis.get_group())
+    all_gather_into_tensor(result.flatten(0, 1), tensor, axis.get_group())
     return result

@@ -1,8 +1,10 @@
 """Has models of transformers attend across ranks: by their own registries, for as long as a block runs.
 
 A model asks a registry for the mask of a layer, and another for its attention. Masks would be of this rank's positions
-alone: a gap in them looks like another document's start. Here none is made, and what it would have said is said by a
-rule: causal or not, and the window of a layer.
+alone: a gap in them looks like another document's start. Here none is made, and rules say what it would have said
+(`unmade.py`). What looks at other positions in ways of its own, such as convolutions, recurrences and attention that
+asks no registry, sees this rank's alone. So a model that has such layers is refused, and one that never attends across
+ranks.
 
 Source: transformers, "Attention mask interface" and "Attention interface" (documentation of 5.0).
 """
@@ -10,20 +12,26 @@ Source: transformers, "Attention mask interface" and "Attention interface" (docu
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Final
 
 import torch
 
 from disttrain.context_parallel.faults import refuse, refuse_dropout, refuse_mask
+from disttrain.context_parallel.unmade import NAME, WITHOUT, UnmadeMask, rules_of
 from disttrain.kernels import Causal, SlidingWindow, SoftCap, attention
+from disttrain.kernels.attention.context.agreement import num_agreed
+from disttrain.kernels.attention.context.current import current_cut
 from disttrain.kernels.attention.rules import Mask, Rule, Rules
 
-NAME: Final = "attention of a model of transformers"
 _MASKS: Final = ("transformers.masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS")
 _ATTENTIONS: Final = ("transformers.modeling_utils", "ALL_ATTENTION_FUNCTIONS")
-_WITHOUT: Final = "Train this model without context parallel."
+_MODELS: Final = ("transformers.modeling_utils", "PreTrainedModel")
+_ATTENTION_ALONE: Final = {"full_attention", "sliding_attention", "dense", "sparse", "mlp", "moe"}
+"""Kinds of layers whose attention is all that looks at other positions."""
 _UNKNOWN: Final = ("s_aux", "position_bias")
 """Of attention's options those that change scores in ways for which there is no rule."""
 
@@ -41,6 +49,9 @@ def attention_of_transformers(within: Callable[[], Mask | None]) -> Iterator[Non
             if registry is not None:
                 functions = {key: _found(function, within, registry.get(key)) for key in (*registry, "eager")}
                 stack.enter_context(_with(registry, functions))
+        model = getattr(sys.modules.get(_MODELS[0]), _MODELS[1], None)
+        if model is not None:
+            stack.enter_context(_calling(model))
         yield
 
 
@@ -63,24 +74,27 @@ def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | UnmadeMask | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    if attention_mask is not None:
+    if attention_mask is not None and not isinstance(attention_mask, UnmadeMask):
         refuse_mask(NAME, tuple(attention_mask.shape))
     if dropout:
         refuse_dropout(NAME, dropout)
     for name in _UNKNOWN:
         if options.get(name) is not None:
-            refuse(NAME, f"it has {name}, for which there is no rule.", _WITHOUT)
+            refuse(NAME, f"it has {name}, for which there is no rule.", WITHOUT)
     rules: list[Rule] = []
-    if getattr(module, "is_causal", True) if is_causal is None else is_causal:
-        rules.append(Causal())
-    if options.get("sliding_window") is not None:
-        rules.append(SlidingWindow(options["sliding_window"]))
+    if attention_mask is not None:
+        rules += attention_mask.rules
+    else:
+        if getattr(module, "is_causal", True) if is_causal is None else is_causal:
+            rules.append(Causal())
+        if options.get("sliding_window") is not None:
+            rules.append(SlidingWindow(options["sliding_window"]))
     if options.get("softcap") is not None:
         rules.append(SoftCap(options["softcap"]))
     if within is not None:
@@ -89,14 +103,54 @@ def _attend(
     return attended.transpose(1, 2).contiguous(), None
 
 
-def _no_mask(*_: object, **options: Any) -> None:
+def _no_mask(*_: object, mask_function: Callable[..., Any], **options: Any) -> UnmadeMask:
     if options.get("attention_mask") is not None:
         problem = f"attention_mask of shape {tuple(options['attention_mask'].shape)} is given."
         remedy = "Leave it out: pad behind, and ignore the labels there; or pack documents (cut_batch)."
         refuse(NAME, problem, remedy)
-    window, config = options.get("local_size"), options.get("config")
-    if window is not None and window != getattr(config, "sliding_window", None):
-        refuse(NAME, f"a layer sees chunks of {window} positions, for which there is no rule.", _WITHOUT)
+    others = {*(getattr(options.get("config"), "layer_types", None) or ())} - _ATTENTION_ALONE
+    if others:
+        problem = f"it has layers of the kind {', '.join(sorted(others))}, which see this rank's positions alone."
+        refuse(NAME, problem, WITHOUT)
+    return UnmadeMask(tuple(rules_of(mask_function)))
+
+
+_LOCAL: Final = threading.local()
+
+
+@contextmanager
+def _calling(model: Any) -> Iterator[None]:
+    """Refuses what a model has computed in a block without attending across ranks."""
+    replaced = vars(model).get("__call__")
+
+    def before(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Looked for at each call: torch.fx has its own there while it traces.
+        return (super(model, self).__call__ if replaced is None else partial(replaced, self))(*args, **kwargs)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        cut = current_cut()
+        # Parts of a model that are models, too, need not attend.
+        if cut is None or cut.axis.size() == 1 or getattr(_LOCAL, "is_within", False):
+            return before(self, *args, **kwargs)
+        group = cut.axis.get_group()
+        count, _LOCAL.is_within = num_agreed(group), True
+        try:
+            result = before(self, *args, **kwargs)
+        finally:
+            _LOCAL.is_within = False
+        if num_agreed(group) == count:
+            problem = f"{type(self).__name__} has called no attention that looks across ranks."
+            refuse(NAME, problem, WITHOUT)
+        return result
+
+    model.__call__ = call
+    try:
+        yield
+    finally:
+        if replaced is None:
+            del model.__call__
+        else:
+            model.__call__ = replaced
 
 
 @contextmanager

@@ -130,3 +130,20 @@ def test_recorded_steps() -> None:
             for value, wish in zip(captured(*scaled), expected, strict=True):
                 torch.testing.assert_close(value, wish, rtol=2e-2, atol=2e-2)
         assert captured.num_graphs == 1
+
+
+@on_ranks(NUM_GPU_RANKS, timeout_s=200)
+@pytest.mark.skipif(NUM_GPU_RANKS < 2, reason="needs two ranks")
+def test_recorded_steps_are_replayed_after_memory_has_grown() -> None:
+    mesh = axis_by(Memories(has_any=True))
+    step, own = layers(mesh, 2)
+    captured, tensors = capture_step(step), [tensor.detach() for tensor in own]
+    for _ in range(3):
+        captured(*tensors)
+    run(mesh, 16 * LENGTH, "causal", 0)
+    # What was freed would be taken for this.
+    others = [torch.full((64 << 20,), 255, dtype=torch.uint8, device="cuda") for _ in range(4)]
+    for value, wish in zip(captured(*tensors), step(*tensors), strict=True):
+        torch.testing.assert_close(value, wish, rtol=2e-2, atol=2e-2)
+    assert all(bool((other == 255).all()) for other in others)
+    assert captured.num_graphs == 1

@@ -194,6 +194,44 @@ def test_models_of_transformers_train_as_they_are(name: str) -> None:
     torch.testing.assert_close(model(input_ids=tokens, labels=tokens).loss, expected)
 
 
+def own_ways(name: str) -> Any:
+    """Models that look at other positions in ways of their own."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import transformers as hf  # here, since it takes seconds and few tests need it
+
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+    if name in ("falcon", "falcon with biases"):
+        return hf.FalconForCausalLM(hf.FalconConfig(**sizes, alibi="biases" in name))
+    if name == "bloom":
+        return hf.BloomForCausalLM(hf.BloomConfig(vocab_size=VOCAB, hidden_size=16, n_layer=2, n_head=4))
+    if name == "mamba":
+        return hf.MambaForCausalLM(hf.MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1))
+    sizes |= {"intermediate_size": 20, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]}
+    return hf.Lfm2ForCausalLM(hf.Lfm2Config(**sizes))
+
+
+@on_ranks(2, timeout_s=100)
+def test_models_that_attend_in_ways_of_their_own_are_refused() -> None:
+    mesh, tokens = axis(), rows(11)
+    for name, said in (
+        ("falcon with biases", "it computes with a mask"),
+        ("bloom", "it computes with a mask"),
+        ("mamba", "MambaForCausalLM has called no attention that looks across ranks"),
+        ("lfm2", "layers of the kind conv"),
+    ):
+        batch = cut_batch(mesh, tokens)
+        with batch.attention(), pytest.raises(DisttrainError, match=said):
+            own_ways(name)(input_ids=batch.input_ids)
+    # One that asks no registry, but calls torch's function with what it takes for a mask.
+    torch.manual_seed(0)
+    falcon = own_ways("falcon")
+    expected = falcon(input_ids=tokens).logits
+    batch = cut_batch(mesh, tokens)
+    with batch.attention():
+        logits = falcon(input_ids=batch.input_ids, position_ids=batch.position_ids).logits
+    torch.testing.assert_close(batch.unshard(logits, 1), expected)
+
+
 def softmax_as_given(scores: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Without a dtype of its own."""
     return torch.softmax(scores, dim)
@@ -242,6 +280,10 @@ def test_batches_that_cannot_be_cut_are_refused_on_all_ranks() -> None:
         cut_batch(mesh, tokens, targets=tokens[:, :2] if is_odd else tokens)
     with pytest.raises(ShapeError, match="Documents has ids"):
         cut_batch(mesh, tokens, rule=Causal() & Documents(torch.zeros(3)))
+    with pytest.raises(DisttrainError, match="Documents has ids" if is_odd else "rank 1 was given"):
+        cut_batch(mesh, tokens, rule=Documents(torch.zeros(3)) if is_odd else None)
+    with pytest.raises(ArgumentError, match="rule is a str"):
+        cut_batch(mesh, tokens, rule="causal")  # type: ignore[arg-type]
     with pytest.raises(MeshError, match="2 axes"):
         cut_batch(disttrain.init_device_mesh("cpu", (2, 1), mesh_dim_names=("cp", "tp")), tokens)
     batch = cut_batch(mesh, tokens)

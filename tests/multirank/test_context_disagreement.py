@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from disttrain.errors import DisttrainError, ShapeError
+from disttrain.errors import ArgumentError, DisttrainError, GroupError, ShapeError
 from disttrain.kernels import Alibi, Causal, Documents, attention
+from disttrain.kernels.attention.context.blocks.kernels import Task
 from disttrain.kernels.attention.context.parts import Parts, contiguous, mirrored
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.cases.cut_attention import axis_of_all, whole
@@ -123,6 +125,25 @@ def dtypes_that_differ(rank: int, own: list[torch.Tensor], options: dict[str, An
         own[1] = own[1].float()
 
 
+@bad("the parts are a list")
+def parts_that_are_none(rank: int, own: list[torch.Tensor], options: dict[str, Any]) -> None:
+    if rank == 1:
+        options["parts"] = [range(6), range(6, 12)]
+
+
+@bad("AttributeError: 'list' object has no attribute 'dim'")
+def documents_that_are_no_tensor(rank: int, own: list[torch.Tensor], options: dict[str, Any]) -> None:
+    if rank == 1:
+        ids: Any = [0] * 12
+        options["mask"] = Documents(ids)
+
+
+@bad("query, key and value are Tensor, Tensor, list")
+def no_tensors(rank: int, own: list[Any], options: dict[str, Any]) -> None:
+    if rank == 1:
+        own[2] = [1.0]
+
+
 @on_ranks(2)
 def test_bad_input_is_one_error_on_all_ranks() -> None:
     axis = axis_of_all()
@@ -133,7 +154,7 @@ def test_bad_input_is_one_error_on_all_ranks() -> None:
         spoil(rank, own, options)
         with pytest.raises(DisttrainError) as caught:
             attention(*own, options.pop("mask"), axis=axis, **options)
-        assert isinstance(caught.value, ShapeError), name
+        assert isinstance(caught.value, ShapeError | ArgumentError), name
         assert re.search(pattern, str(caught.value)), (name, str(caught.value))
     # And all go on.
     own = [tensor.narrow(2, 0, 6) for tensor in whole((4, 4), 6)]
@@ -152,3 +173,35 @@ def test_ranks_that_differentiate_different_calls(way: str) -> None:
         (second if axis.get_local_rank() else first).sum().backward()
     third = attention(*own, Causal(), axis=axis, way=way)
     torch.autograd.grad(third.sum(), own)
+
+
+@on_ranks(2)
+def test_a_backward_on_one_rank_alone() -> None:
+    axis = axis_of_all()
+    own = [tensor.narrow(2, 0, 6).requires_grad_() for tensor in whole((4, 4), 6)]
+    first = attention(*own, Causal(), axis=axis)
+    turn = (lambda: attention(*own, Causal(), axis=axis)) if axis.get_local_rank() else first.sum().backward
+    with pytest.raises(ShapeError, match="backward: of call 1 on rank 0, none on rank 1"):
+        turn()
+    assert attention(*own, Causal(), axis=axis).shape == own[0].shape
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_rank_that_fails_between_two_exchanges(direction: str) -> None:
+    """The others learn why, at once; and nobody takes what is left on its way for keys of another call."""
+    axis = axis_of_all()
+    own = [tensor.narrow(2, 0, 6).requires_grad_() for tensor in whole((4, 4), 6)]
+    before = attention(*own, axis=axis, way="ring")
+    run, calls = getattr(Task, direction), []
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if axis.get_local_rank() == 1 and len(calls) == 2:
+            raise MemoryError("no room")
+        return run(*args, **kwargs)
+
+    with mock.patch.object(Task, direction, fail), pytest.raises((MemoryError, DisttrainError), match="no room"):
+        (attention(*own, axis=axis, way="ring") if direction == "forward" else before).sum().backward()
+    with pytest.raises(GroupError, match="has ended"):
+        attention(*own, axis=axis, way="ring")

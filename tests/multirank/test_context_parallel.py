@@ -53,6 +53,32 @@ def test_torchs_function_looks_across_ranks_however_it_is_imported() -> None:
             assert torch.equal(tensor, kept)
 
 
+@on_ranks(2)
+def test_torchs_function_takes_what_torchs_takes() -> None:
+    """Fewer and more dims, those that broadcast, nothing, and calls of the operator itself."""
+    mesh = axis()
+    torch.manual_seed(0)
+    for outer, other in (
+        ((), ()),
+        ((3,), (3,)),
+        ((2, 3, 2), (2, 3, 2)),
+        ((2, 3), (1, 3)),
+        ((0, 3), (0, 3)),
+        ((2, 0), (2, 0)),
+    ):
+        query = torch.randn(*outer, 7, 4, dtype=torch.float64)
+        key, value = torch.randn(2, *other, 7, 4, dtype=torch.float64)
+        for function in (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention):
+            expected = function(query, key, value, is_causal=True)
+            tensors = [query, key.clone(), value.clone()]
+            with context_parallel(mesh, buffers=tensors, buffer_seq_dims=[-2, -2, -2]):
+                [whole] = context_parallel_unshard(mesh, [function(*tensors, is_causal=True)], [-2])
+            torch.testing.assert_close(whole, expected)
+    x = torch.randn(2, 3, 6, 4)
+    with context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]), pytest.raises(LayoutError, match="alike but for H"):
+        F.scaled_dot_product_attention(x, x[:0], x[:0])
+
+
 class Block(nn.Module):
     """Attention by nn.MultiheadAttention, as torch's own layers have it."""
 

@@ -7,7 +7,8 @@ has not followed its last one before: layers of several rules, and backwards tha
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -29,7 +30,7 @@ class Agreed:
     def __init__(self) -> None:
         self._last = _REFUSED
         self._followed: set[tuple[int, int]] = set()
-        self._num_calls = 0
+        self.num_calls = 0
 
     def is_known(self, number: int) -> bool:
         """True if a call of this number has followed the last one before."""
@@ -41,12 +42,18 @@ class Agreed:
             self._followed.clear()
         self._followed.add((self._last, number))
         self._last = number
-        self._num_calls += 1
-        return self._num_calls
+        self.num_calls += 1
+        return self.num_calls
 
 
 _MOST_FOLLOWED: Final = 4096
 _AGREED: Final[WeakKeyDictionary[ProcessGroup, Agreed]] = WeakKeyDictionary()
+
+
+def num_agreed(group: ProcessGroup) -> int:
+    """The number of calls about which the ranks of a group have agreed until now."""
+    agreed = _AGREED.get(group)
+    return 0 if agreed is None else agreed.num_calls
 
 
 def agree(group: ProcessGroup, device: torch.device, fields: Fields, error: DisttrainError | None) -> int:
@@ -91,6 +98,21 @@ def agreeing_backward(
     return same
 
 
+@contextmanager
+def between_exchanges(group: ProcessGroup) -> Iterator[None]:
+    """Ends the group where this rank fails within, as for want of memory: the others wait for what it does not send,
+    and what it has sent would be taken for another call's. Errors of exchanges are known to the others."""
+    try:
+        yield
+    except DisttrainError:
+        raise
+    except Exception as error:
+        # What is recorded has not been sent.
+        if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            group.give_up(NAME, error)
+        raise
+
+
 class _Agreeing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, result: torch.Tensor, begin: Callable[[], int]) -> torch.Tensor:
@@ -116,10 +138,11 @@ def _answer(group: ProcessGroup, answers: list[tuple[dict[str, str], list[str]]]
             error: type[DisttrainError] = getattr(errors, kind, ShapeError)
             return error(NAME, f"on rank {rank}: {problem}", remedy, rank=own_rank)
     differing = []
-    for name in answers[0][0]:
+    # What a call says, and what a backward says, are not the same fields.
+    for name in dict.fromkeys(name for fields, _ in answers for name in fields):
         ranks_by_value: dict[str, list[int]] = {}
         for rank, (fields, _) in zip(group.members, answers, strict=True):
-            ranks_by_value.setdefault(fields.get(name, ""), []).append(rank)
+            ranks_by_value.setdefault(fields.get(name) or "none", []).append(rank)
         if len(ranks_by_value) > 1:
             said = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in ranks_by_value.items())
             differing.append(f"{name}: {said}")

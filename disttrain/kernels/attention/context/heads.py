@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from disttrain.kernels.attention.context.agreement import between_exchanges
 from disttrain.kernels.attention.context.parts import Parts
 from disttrain.kernels.attention.context.planning.heads_cut import kv_heads_of
 from disttrain.kernels.attention.operator import attention_of_whole
@@ -45,7 +46,8 @@ def run_heads(
         torch.cat([tensors[number] for tensors in coming], 2).index_select(2, order) for number in range(3)
     )
     rule = None if mask is None else mask.local(slice(0, query.shape[0]), slice(own_rank * each, (own_rank + 1) * each))
-    result = attention_of_whole(whole_query, whole_key, whole_value, rule, scale, by)
+    with between_exchanges(mesh.get_group()):
+        result = attention_of_whole(whole_query, whole_key, whole_value, rule, scale, by)
     back = [[parts.take(result, rank, 2)] for rank in range(num_ranks)]
     shape = (query.shape[0], each, query.shape[2], value.shape[3])
     returned = _exchanged(back, [[shape]] * num_ranks, mesh)

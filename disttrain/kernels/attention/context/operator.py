@@ -10,7 +10,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from disttrain.autocast import is_within_autocast
-from disttrain.errors import DisttrainError, ShapeError
+from disttrain.errors import ArgumentError, DisttrainError, ShapeError
 from disttrain.kernels.attention.context.agreement import NAME, agree, agreeing_backward
 from disttrain.kernels.attention.context.current import between_graphs, given_or_current
 from disttrain.kernels.attention.context.heads import run_heads
@@ -53,6 +53,12 @@ def attention_across(
     mesh = axis_of_several(NAME, axis)
     if mesh is None:
         return attention_of_whole(query, key, value, mask, scale, by)
+    given: tuple[Any, ...] = (query, key, value)
+    tensors = [tensor for tensor in given if isinstance(tensor, torch.Tensor)]
+    if len(tensors) < 3:
+        kinds = ", ".join(type(tensor).__name__ for tensor in given)
+        error = ShapeError(NAME, f"query, key and value are {kinds}.", "Give tensors.", rank=mesh.get_rank())
+        agree(mesh.get_group(), tensors[0].device if tensors else torch.device("cpu"), {}, error)
     if is_within_autocast(query.device):
         query, key, value = (as_autocast(tensor) for tensor in (query, key, value))
     with torch.autocast(query.device.type, enabled=False):
@@ -81,6 +87,10 @@ def _across(
         fields = _fields(query, key, value, mask, scale, by, parts, way)
     except DisttrainError as refused:
         error = type(refused)(NAME, refused.problem, refused.remedy, rank=group.world.rank)
+    except Exception as wrong:  # noqa: BLE001  as of a list in place of a tensor: the other ranks come to compare
+        remedy = "Give rules of tensors and numbers."
+        error = ArgumentError(NAME, f"{type(wrong).__name__}: {wrong}.", remedy, rank=group.world.rank)
+        error.__cause__ = wrong
     number = agree(group, query.device, fields, error)
     assert parts is not None, "what all ranks agree about has parts"
     if not (query.shape[0] and query.shape[1] and value.shape[3]):
@@ -130,7 +140,7 @@ def _check(
     value: torch.Tensor,
     mask: Any,
     by: str | None,
-    parts: Parts,
+    parts: Any,
     own_rank: int,
     num_ranks: int,
     way: str | None,
@@ -138,6 +148,9 @@ def _check(
     if mask is not None and not isinstance(mask, Rule):
         problem = f"mask is a {type(mask).__name__}: of positions that are cut over ranks no mask is in memory."
         raise ShapeError(NAME, problem, "Give rules, such as Causal() & Documents(ids); the whole sequence's.")
+    if not isinstance(parts, Parts):
+        problem = f"the parts are a {type(parts).__name__}."
+        raise ShapeError(NAME, problem, "Give those of a plan: plan_cut(rule, length, axis.size()).parts.")
     check_cut(parts)
     if parts.num_ranks != num_ranks:
         problem = f"the parts are for {parts.num_ranks} ranks, and the axis has {num_ranks}."

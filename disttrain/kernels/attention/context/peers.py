@@ -48,6 +48,8 @@ class PeerSlots:
         self.device = device
         self._make_memory = make_memory
         self._memory: Memory | None = None
+        self._recorded: list[Memory] = []
+        """What recorded steps write to, also when they are replayed after this has grown."""
         self._is_reachable = True
         self._slot_bytes = 0
         self._turns = [0, 0]
@@ -69,6 +71,8 @@ class PeerSlots:
             if self._last_stream not in (None, stream):
                 stream.wait_stream(self._last_stream)
             self._last_stream = stream
+        if is_recorded and self._memory is not None and self._memory not in self._recorded:
+            self._recorded.append(self._memory)
         self._barrier()
         self._turns = [0, 0]
         return True

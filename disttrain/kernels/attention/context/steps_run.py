@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from disttrain.kernels.attention.context.agreement import between_exchanges
 from disttrain.kernels.attention.context.blocks.kernels import Task
 from disttrain.kernels.attention.context.exchange import Pair, Sizes, UnderWay, start
 from disttrain.kernels.attention.context.parts import Parts
@@ -52,8 +53,9 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, program: Program
     ) -> torch.Tensor:
-        results = (run.forward() for run in _runs(program, query, key, value))
-        out, lse = _joined(results, program.num_head_groups)
+        with between_exchanges(program.group):
+            results = (run.forward() for run in _runs(program, query, key, value))
+            out, lse = _joined(results, program.num_head_groups)
         ctx.program = program
         ctx.save_for_backward(query, key, value, out, lse)
         return out
@@ -65,7 +67,7 @@ class _Attention(torch.autograd.Function):
         count = ctx.program.num_head_groups
         has_terms = any(ctx.needs_input_grad[1:3])
         # Whoever calls backward may be within autocast.
-        with torch.autocast(grad_out.device.type, enabled=False):
+        with torch.autocast(grad_out.device.type, enabled=False), between_exchanges(ctx.program.group):
             runs = _runs(ctx.program, query, key, value)
             results = zip(*(tensor.chunk(count, 1) for tensor in (grad_out, out, lse)), strict=True)
             each = (run.backward(*result, has_terms=has_terms) for run, result in zip(runs, results, strict=True))
