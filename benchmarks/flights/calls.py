@@ -37,7 +37,8 @@ class Calls:
 
     Args: num_open  of the last calls have not ended, where it waits;  error  with which the last has failed;
           rows  of the last call's tensors;  splits  of the last call's rows among the ranks;  works_s  between its
-          waits;  is_gone  it left nothing;  form  of what it left: a dump, one that is cut off, or its ring;  reason  of the dump.
+          waits;  is_gone  it left nothing;  form  of what it left: a dump, one that is cut off, or its ring;  reason
+          of the dump.
     """
 
     like: object

@@ -199,7 +199,9 @@ def test_who_decides_on_a_save_asks_for_all_at_once(num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize("size", [8, 4096])
-def test_few_members_of_a_save_look_after_the_others_while_they_wait(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_members_of_a_save_look_after_the_others_while_they_wait(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The others ask for the answer again when they have waited for twice as long."""
     assert asking(size) == {0, size // 2, size - 1}
     assert Consensus("save", alone=True)._longest_slice_s == math.inf

@@ -2,8 +2,8 @@
 
 Ballots and answers go through a store, not through collectives: a rank that fails can still say so, a rank that has
 gone is named, and nothing on a GPU's stream is touched. A round costs each rank four requests, and one more each time
-that its wait has become twice as long; rank 0 reads some ballots at a time, and asks once for all who has not come. Torch-free: the processes that write saves meet like this
-too.
+that its wait has become twice as long. Rank 0 reads some ballots at a time, and asks once for all who has not come.
+Torch-free: the processes that write saves meet like this too.
 """
 
 from __future__ import annotations

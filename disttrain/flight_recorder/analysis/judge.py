@@ -71,10 +71,10 @@ def _ends(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
         kind = _missing_end(first_waits[0].record) if forgot else Kind.RANK_ABSENT
         alike.setdefault((kind, cause, _raised_alike(matched, rank) or why), {})[rank] = why
     missing = MissingVerdicts(matched, waits, fronts)
-    verdicts = [
-        missing.verdict(kind, cause, _why_of_all(whys), list(whys), sorted({at for rank in whys for at in direct[rank]}))
-        for (kind, cause, _), whys in alike.items()
-    ]
+    verdicts = []
+    for (kind, cause, _), whys in alike.items():
+        indexes = sorted({index for rank in whys for index in direct[rank]})
+        verdicts.append(missing.verdict(kind, cause, _why_of_all(whys), list(whys), indexes))
     for records in queued.values():
         indexes = {index for rank in records for index in direct[rank]}
         others = {wait.rank: wait.record for wait in missing.waits_in(indexes)}

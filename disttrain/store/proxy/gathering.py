@@ -2,7 +2,8 @@
 
 Of one counter or barrier a single request is on its way at a time; what comes meanwhile goes together once the server
 has seen that (flat combining, SPAA 2010). So a lone request never waits, and the busier the server is, the more go
-together. Adds to other counters that may go at the same time go with them. What a connection asks after it is gathered does not overtake it.
+together. Adds to other counters that may go at the same time go with them. What a connection asks after it is gathered
+does not overtake it.
 """
 
 from __future__ import annotations

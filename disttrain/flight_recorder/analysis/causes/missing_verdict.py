@@ -29,7 +29,6 @@ from disttrain.flight_recorder.analysis.wording import (
 from disttrain.flight_recorder.dumps.dump import Dump
 from disttrain.flight_recorder.record.record import Record, ranks_text
 
-
 _MAX_LISTED: Final = 64
 """Of ranks that wait for ranks that wait."""
 
@@ -107,7 +106,6 @@ class MissingVerdicts:
             collective,
             [] if collective is None else divergence(matched, collective),
         )
-
 
     def _indirect(self, direct: set[int]) -> list[str]:
         num_others = len(self._waiting) - len(direct)

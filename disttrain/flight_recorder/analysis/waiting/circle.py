@@ -91,9 +91,7 @@ def _way(matched: Match, waits: Sequence[Wait]) -> str:
     return f"{ranks_text(wait.rank for wait in waits)} in {calls_text(first.record, len(others))} at {where}"
 
 
-def _of_left_out(
-    matched: Match, circle: Sequence[Wait], guilty: Sequence[Wait], evidence: tuple[str, ...]
-) -> Verdict:
+def _of_left_out(matched: Match, circle: Sequence[Wait], guilty: Sequence[Wait], evidence: tuple[str, ...]) -> Verdict:
     """Of messages in `guilty` the other ends are left out."""
     in_message = {wait.rank for wait in circle if wait.is_message}
     parts, to_blame = [], set()

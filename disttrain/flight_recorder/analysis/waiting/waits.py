@@ -90,11 +90,13 @@ def _outermost(matched: Match, rank: int, positions: Sequence[int]) -> list[Reco
     rows: dict[Hashable, list[int]] = {}
     for order, outer in ((positions, min), (positions[::-1], max)):
         for key, position in _first_of_tracks(records, order, outer).items():
-            if not hangs(position):  # As few have arrived, only then are all looked at.
-                rows = rows or _by_track(records, positions)
-                position = next(filter(hangs, rows[key] if outer is min else reversed(rows[key])), None)
-            if position is not None:
+            if hangs(position):
                 outermost.add(position)
+                continue
+            # Few have arrived, so that only then all are looked at.
+            rows = rows or _by_track(records, positions)
+            row = rows[key] if outer is min else rows[key][::-1]
+            outermost.update(itertools.islice(filter(hangs, row), 1))
     return [records[position] for position in sorted(outermost)]
 
 
