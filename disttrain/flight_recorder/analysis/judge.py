@@ -69,12 +69,12 @@ def _ends(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
         first_waits = [fronts[index].waits[0] for index in direct[rank]]
         forgot = cause is Cause.ENDED and all(wait.is_message for wait in first_waits)
         kind = _missing_end(first_waits[0].record) if forgot else Kind.RANK_ABSENT
-        alike.setdefault((kind, cause, _raised_alike(matched, rank) or why), {})[rank] = why
+        alike.setdefault((kind, cause, _raised_alike(matched, rank, why)), {})[rank] = why
     missing = MissingVerdicts(matched, waits, fronts)
     verdicts = []
     for (kind, cause, _), whys in alike.items():
-        indexes = sorted({index for rank in whys for index in direct[rank]})
-        verdicts.append(missing.verdict(kind, cause, _why_of_all(whys), list(whys), indexes))
+        its_fronts = sorted({index for rank in whys for index in direct[rank]})
+        verdicts.append(missing.verdict(kind, cause, _why_of_all(whys), list(whys), its_fronts))
     for records in queued.values():
         indexes = {index for rank in records for index in direct[rank]}
         others = {wait.rank: wait.record for wait in missing.waits_in(indexes)}
@@ -82,10 +82,11 @@ def _ends(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
     return sorted(verdicts, key=lambda verdict: _doubt(matched, verdict, was_broken=was_broken))
 
 
-def _raised_alike(matched: Match, rank: int) -> Hashable:
-    """Where and what a rank raised, but for the words: these may say which rank it is, or which batch it had."""
+def _raised_alike(matched: Match, rank: int, why: str) -> Hashable:
+    """Where and what a rank raised, but for the words: these may say which rank it is, or which batch it had. Of others
+    `why` they are missing."""
     failure = matched.dumps[rank].failure if rank in matched.dumps else None
-    return None if failure is None else (failure.kind, failure.stack, is_victim(failure))
+    return why if failure is None else (failure.kind, failure.stack, is_victim(failure))
 
 
 def _why_of_all(whys: Mapping[int, str]) -> str:
