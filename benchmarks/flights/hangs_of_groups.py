@@ -104,6 +104,42 @@ def mesh(num_ranks: int) -> Iterator[Calls]:
         yield Calls(rank, calls[:-1] if is_absent else calls, waits=not is_absent)
 
 
+def mesh_of_four(num_ranks: int) -> Iterator[Calls]:
+    """Axes of 8, 2, 8 stages, and the rest for data, with a group of all; one is absent, and another has raised."""
+    sizes = (8, 2, 8, num_ranks // 128)
+    everybody = tuple(range(num_ranks))
+    for rank in everybody:
+        groups, stride = [], 1
+        for size in sizes:
+            first = rank - rank // stride % size * stride
+            groups.append((first, tuple(range(first, first + size * stride, stride))))
+            stride *= size
+        (tp, tensor), (cp, context), (_, stages), (dp, data) = groups
+        step: list[Call] = [(f"tp {tp}", tensor, "all_reduce", None, 10 * line) for line in range(8)]
+        step += [(f"cp {cp}", context, "all_gather_into_tensor", None, 150)] * 2
+        index = stages.index(rank)
+        if index:
+            step.append(("world", everybody, RECEIVE, stages[index - 1], 200))
+        if index < 7:
+            step.append(("world", everybody, SEND, stages[index + 1], 210))
+        step += [(f"dp {dp}", data, "reduce_scatter_tensor", None, 300), ("world", everybody, "all_reduce", None, 310)]
+        calls = step * (NUM_RECORDS // len(step))
+        is_absent = rank in (5, num_ranks - 3)
+        failure = "loss is no number" if rank == 5 else ""
+        yield Calls(rank, calls[:-2] if is_absent else calls[:-1], waits=not is_absent, failure=failure)
+
+
+def node_order(num_ranks: int) -> Iterator[Calls]:
+    """A node is in a collective of all while the others wait along an axis."""
+    everybody = tuple(range(num_ranks))
+    for rank in everybody:
+        row, column = divmod(rank, 8)
+        tensor: Call = (f"tp {row}", everybody[rank - column : rank - column + 8], "all_reduce", None, 10)
+        data: Call = (f"dp {column}", everybody[column::8], "reduce_scatter_tensor", None, 20)
+        before = [tensor, tensor, tensor, data] * (NUM_RECORDS // 4 - 1)
+        yield Calls(rank, [*before, tensor, ("world", everybody, "all_reduce", None, 30) if row == 1 else data])
+
+
 def mesh_order(num_ranks: int) -> Iterator[Calls]:
     """A mesh of two axes: in one row half of the ranks takes the axes the other way round, in the next the others."""
     for rank in range(num_ranks):

@@ -27,10 +27,10 @@ import msgpack
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from flights.calls import NUM_RECORDS
 from flights.hangs import CASES
-from flights.rings import header, ring_parts
+from flights.rings import header, ring_parts, ring_slots
 from harness import OURS, TORCH, Row, command_line, finish, row
 
-from disttrain.flight_recorder.dumps.dump import MAGIC, Dump, dump_name, encode, packed
+from disttrain.flight_recorder.dumps.dump import MAGIC, dump_name, encode, packed
 from disttrain.flight_recorder.dumps.words import rank_name
 from disttrain.flight_recorder.record.record import Record, State
 from disttrain.flight_recorder.record.ring.layout import SUFFIX as RING_SUFFIX
@@ -48,38 +48,47 @@ _MAX_KEPT = 64
 
 
 def write_all(folder: Path, num_ranks: int, case: str) -> None:
-    """The files of a hang. Those that are alike are encoded once, but for what says which rank it is."""
-    rest: dict[object, tuple[Dump, tuple[bytes, bytes]]] = {}
+    """The files of a hang. Records of one pattern are encoded once; what names groups, peers and ranks is each file's
+    own."""
+    records: dict[object, list[bytes]] = {}
     for rank, calls in enumerate(CASES[case](num_ranks)):
         if calls.is_gone:
             continue
-        like = calls.form, calls.like
-        if like not in rest:
-            if len(rest) == _MAX_KEPT:
-                rest.clear()
-            dump = calls.dump(num_ranks)
-            rest[like] = dump, ring_parts(dump) if calls.form == "ring" else (b"", _without_head(encode(dump)))
-        dump, (before, after) = rest[like]
-        dump = replace(dump, rank=rank, pid=rank, host=f"node{rank // 8}")
+        pattern = calls.pattern
+        is_new = pattern not in records
+        if is_new and len(records) == _MAX_KEPT:
+            records.clear()
+        outline = replace(calls.outline(num_ranks), rank=rank, pid=rank, host=f"node{rank // 8}")
         if calls.form == "ring":
-            content = before + header(dump) + after
-            (folder / f"{rank_name(rank, dump.job)}{RING_SUFFIX}").write_bytes(content)
+            if is_new:
+                records[pattern] = [ring_slots(calls.dump(num_ranks))]
+            before, after = ring_parts(outline, *records[pattern])
+            (folder / f"{rank_name(rank, outline.job)}{RING_SUFFIX}").write_bytes(before + header(outline) + after)
             continue
-        head = encode(replace(dump, records=(), groups=(), channels=(), threads=(), failure=None))
-        content = head[: len(head) - len(_end(head))] + after
-        end = b"" if calls.form == "cut" else packed(["end", zlib.crc32(content)])
-        (folder / dump_name(dump)).write_bytes(content[: len(content) - 1000 * (calls.form == "cut")] + end)
+        if is_new:
+            records[pattern] = _pieces(encode(calls.dump(num_ranks)))[1]
+        between = itertools.chain(records[pattern], itertools.repeat(b""))
+        content = MAGIC + b"".join(itertools.chain(*zip(_pieces(encode(outline))[0], between, strict=False)))
+        if calls.form == "cut":
+            content = content[:-1000]
+        else:
+            content += packed(["end", zlib.crc32(content)])
+        (folder / dump_name(outline)).write_bytes(content)
 
 
-def _end(data: bytes) -> bytes:
-    return packed([*msgpack.Unpacker(io.BytesIO(data[len(MAGIC) :]))][-1])
-
-
-def _without_head(data: bytes) -> bytes:
+def _pieces(data: bytes) -> tuple[list[bytes], list[bytes]]:
+    """All items of a dump but its records; and after each of these the records that follow, perhaps none."""
     unpacker = msgpack.Unpacker(io.BytesIO(data[len(MAGIC) :]))
-    unpacker.skip()
-    first = len(MAGIC) + unpacker.tell()
-    return data[first : data.rindex(packed("end")) - 1]
+    others, records, start = [], [], len(MAGIC)
+    for kind, *_ in unpacker:
+        stop = len(MAGIC) + unpacker.tell()
+        if kind == "record":
+            records[-1] += data[start:stop]
+        elif kind != "end":
+            others.append(data[start:stop])
+            records.append(b"")
+        start = stop
+    return others, records
 
 
 def write_torch(folder: Path, num_ranks: int, case: str) -> None:

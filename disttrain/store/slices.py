@@ -9,26 +9,30 @@ from typing import Final, TypeVar
 from disttrain.errors import StoreTimeoutError
 
 _FIRST_S: Final = 0.05
-_SLICE_S: Final = 0.5
+SLICE_S: Final = 0.5
 
 Waited = TypeVar("Waited")
 
 
 def in_slices(
-    keys: Sequence[str], wait: Callable[[float], Waited], timeout_s: float, check: Callable[[], object]
+    keys: Sequence[str],
+    wait: Callable[[float], Waited],
+    timeout_s: float,
+    check: Callable[[], object],
+    longest_s: float = SLICE_S,
 ) -> Waited:
-    """Waits for `keys` in slices, and returns the result of `wait(slice_s)`; `check` may raise between slices. The
-    first is short.
+    """Waits for `keys` in slices, and returns the result of `wait(slice_s)`; `check` may raise between slices.
 
-    Raises StoreTimeoutError after `timeout_s`.
+    The first is short, and each later one twice as long as the one before, up to `longest_s`. Raises StoreTimeoutError
+    after `timeout_s`.
     """
     rest_s, deadline_s = timeout_s, time.monotonic() + timeout_s
-    slice_s = _FIRST_S
+    slice_s, next_s = _FIRST_S, SLICE_S
     while True:
         try:
             return wait(min(slice_s, rest_s))
         except StoreTimeoutError:
-            slice_s = _SLICE_S
+            slice_s, next_s = next_s, min(2 * next_s, longest_s)
             check()
             rest_s = deadline_s - time.monotonic()
             if rest_s <= 0:

@@ -264,3 +264,66 @@ def test_what_threads_are_at(quiet_pipe: tuple[int, int]) -> None:
             thread.join()
         client.close()
     assert found == ["read of pipe", "recvfrom of socket", "futex", "running"]
+
+
+def _steps(rank: int, num_ranks: int = 16) -> tuple[Rank, tuple[int, ...], tuple[int, ...]]:
+    """A rank of a mesh of 4 columns after some steps, with its row and its column."""
+    row, column = tuple(range(rank - rank % 4, rank - rank % 4 + 4)), tuple(range(rank % 4, num_ranks, 4))
+    calls = Rank(rank, num_ranks)
+    for _ in range(3):
+        calls.call("all_gather_into_tensor", 11, row).call("reduce_scatter_tensor", 12, column)
+    return calls, row, column
+
+
+@pytest.mark.parametrize(("in_world", "to_blame"), [(range(4, 8), range(4, 8)), (range(8), range(16))])
+def test_ranks_that_are_in_another_group_than_those_along_an_axis(in_world: range, to_blame: range) -> None:
+    """A node goes on to a collective of all without the axis; or half of the ranks has had less data."""
+    dumps = []
+    for rank in range(16):
+        calls, _, column = _steps(rank)
+        waits = calls.waits("barrier", 20) if rank in in_world else calls.waits("reduce_scatter_tensor", 12, column)
+        dumps.append(waits.dump())
+    verdict = _judge(*dumps)
+    assert (verdict.kind, verdict.ranks) == (Kind.WRONG_ORDER, tuple(to_blame))
+    assert "in barrier #1 of group world at /job/train.py:20 in step" in verdict.summary
+    assert "and those of 3 other groups at /job/train.py:12 in step" in verdict.summary
+
+
+def test_a_rank_that_went_on_to_a_collective_has_left_its_message_out() -> None:
+    """The next stage waits for it, and the one before, whose message nobody takes, for that stage."""
+    dumps = [Rank(0, 4).waits("send", 11, peer=1), Rank(1, 4).waits("recv", 12, peer=2)]
+    dumps += [Rank(rank, 4).waits("barrier", 30) for rank in (2, 3)]
+    verdict = _judge(*(dump.dump() for dump in dumps))
+    assert (verdict.kind, verdict.ranks) == (Kind.MISSING_SEND, (2,))
+    assert verdict.summary.startswith("Rank 2 did not send what rank 1 waited to receive at /job/train.py:12 in step;")
+
+
+def test_a_rank_that_left_out_a_send_and_a_receive() -> None:
+    dumps = [Rank(0).waits("send", 11, peer=1), Rank(1).waits("barrier", 30), Rank(2).waits("recv", 12, peer=1)]
+    verdict = _judge(*(dump.dump() for dump in dumps))
+    assert (verdict.kind, verdict.ranks) == (Kind.MISSING_RECEIVE, (1,))
+    assert "did not receive what rank 0 waited to send" in verdict.summary
+    assert "rank 1 did not send what rank 2 waited to receive" in verdict.summary
+
+
+def test_a_node_that_is_missing_along_an_axis_is_missing_in_several_groups() -> None:
+    dumps = []
+    for rank in range(16):
+        calls, _, column = _steps(rank)
+        dumps.append(calls.dump(at=55) if rank // 4 == 2 else calls.waits("reduce_scatter_tensor", 12, column).dump())
+    verdict = _judge(*dumps)
+    assert (verdict.kind, verdict.ranks) == (Kind.RANK_ABSENT, (8, 9, 10, 11))
+    assert "(float32[4]) and those of 3 other groups, where ranks 0-7, 12-15 waited" in verdict.summary
+
+
+def test_ranks_that_raised_the_same_with_words_of_their_own_share_a_verdict() -> None:
+    dumps = [_waiting(0)]
+    for rank in (1, 2):
+        failure = Failure("ValueError", f"batch {rank} has no tokens", (line(7),))
+        dumps.append(Rank(rank).call("barrier").dump(at=33, failure=failure))
+    verdicts = judge(match(dumps))
+    assert [(verdict.kind, verdict.ranks, verdict.cause) for verdict in verdicts] == [
+        (Kind.RANK_ABSENT, (1, 2), Cause.RAISED)
+    ]
+    assert "rank 1 ended with ValueError (batch 1 has no tokens)" in verdicts[0].summary
+    assert verdicts[0].summary.endswith("and the others there with words of their own.")

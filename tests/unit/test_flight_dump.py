@@ -256,3 +256,40 @@ class _Bytes:
 
     def __init__(self, data: bytes) -> None:
         self.read = lambda _: data
+
+
+def _calls(num_calls: int) -> Rank:
+    calls = Rank(0, 4)
+    for number in range(num_calls):
+        calls.call("all_reduce", at=number % 5)
+    return calls
+
+
+def test_numbers_of_all_sizes_and_fields_of_all_kinds_are_read_in_runs() -> None:
+    dump = _calls(40).dump(at=33)
+    records = []
+    for block, sequence in enumerate((1, 127, 128, 255, 256, 65535, 65536, 2**32 - 60, 2**32, 2**40)):
+        for number, record in enumerate(dump.records):
+            records.append(
+                record._replace(
+                    sequence=sequence + number,
+                    error="lost" if block == 5 and number == 7 else None,
+                    completed_s=None if block % 4 == 1 else record.completed_s,
+                    device=(None, DeviceTimes(1.5, None, 2.5), DeviceTimes())[block % 3],
+                    waits_s=3.5 if block % 2 else None,
+                    action=f"step {number % 3 if block == 4 else block}",
+                )
+            )
+    changed = replace(dump, records=tuple(records))
+    assert tuple(decode(encode(changed)).records) == tuple(records)
+    assert decode(encode(changed)).problems == ()
+    assert encode(decode(encode(changed))) == encode(changed)
+
+
+def test_no_numbers_among_times_are_left_out_in_runs() -> None:
+    dump = _calls(100).dump(at=33)
+    records = list(dump.records)
+    records[50] = records[50]._replace(completed_s=float("nan"))
+    read = decode(encode(replace(dump, records=tuple(records))))
+    assert read.records == (*records[:50], *records[51:])
+    assert read.problems == ("is damaged: 1 of its records cannot be",)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -53,10 +54,10 @@ def _half_absent(rank: int, num_ranks: int) -> Dump:
 
 
 def _half_raised(rank: int, num_ranks: int) -> Dump:
-    """All with the same words: those of each rank would be listed with all that wait for it."""
+    """Each with words of its own."""
     calls = _before(rank, num_ranks)
     if rank % 2:
-        return calls.dump(at=33, failure=Failure("ValueError", "no tokens", (line(7),)))
+        return calls.dump(at=33, failure=Failure("ValueError", f"batch {rank} has no tokens", (line(7),)))
     return calls.waits("all_reduce").dump()
 
 
@@ -113,6 +114,20 @@ def _other_messages(rank: int, num_ranks: int) -> Dump:
     return _pending(rank, num_ranks, received=5)
 
 
+def _absent_in_pairs(rank: int, num_ranks: int) -> Dump:
+    """Each other one waits for its neighbour, which is at a line of its own."""
+    calls, first = _before(rank, num_ranks), rank - rank % 2
+    return calls.dump(at=100 + rank) if rank % 2 else calls.waits("all_reduce", group=(first, first + 1)).dump()
+
+
+def _node_in_another_order(rank: int, num_ranks: int) -> Dump:
+    """Four ranks are in a collective of all, the others still along their axis."""
+    calls = _before(rank, num_ranks)
+    if 4 <= rank < 8:
+        return calls.waits("all_reduce", at=50).dump()
+    return calls.waits("reduce_scatter_tensor", at=60, group=tuple(range(rank % 4, num_ranks, 4))).dump()
+
+
 def _well(rank: int, num_ranks: int) -> Dump:
     return _before(rank, num_ranks).dump(at=20, reason="exit")
 
@@ -129,6 +144,8 @@ CASES = {
     "queued on devices": (_queued, Kind.RANK_ABSENT),
     "nothing waited for": (_pending, Kind.RANK_ABSENT),
     "other messages": (_other_messages, Kind.MISMATCHED_SIZES),
+    "absent in pairs": (_absent_in_pairs, Kind.RANK_ABSENT),
+    "a node in another order": (_node_in_another_order, Kind.WRONG_ORDER),
     "nothing": (_well, Kind.NOTHING_WRONG),
 }
 
@@ -203,6 +220,24 @@ def test_of_all_that_nobody_has_waited_for_the_ends_are_looked_at() -> None:
     assert len(found[0]) == len(found[1]) <= 6 * SMALL
     of_all = {wait.record.sequence for wait in found[1] if wait.record.site.operation == "all_reduce"}
     assert of_all == {1, 3 * NUM_CALLS}
+
+
+def test_finding_waits_takes_hardly_more_work_the_more_is_under_way() -> None:
+    num_counted = []
+    for num_calls in (NUM_CALLS, 4 * NUM_CALLS):
+        matched = match(_read(partial(_pending, num_calls=num_calls), SMALL))
+        with _counted_calls() as counted:
+            find_waits(matched)
+        num_counted.append(counted())
+    assert num_counted[1] < 1.5 * num_counted[0]
+
+
+def test_who_waits_for_many_that_wait_is_not_listed_in_each_verdict() -> None:
+    sizes = [
+        sum(len(line) for verdict in judge(match(_read(_absent_in_pairs, num_ranks))) for line in verdict.evidence)
+        for num_ranks in (2 * LARGE, 8 * LARGE)
+    ]
+    assert sizes[1] < 4.5 * sizes[0]
 
 
 def test_messages_that_are_not_received_as_sent_are_told_once_for_each_channel() -> None:
@@ -352,33 +387,3 @@ def test_rings_are_read_a_column_at_a_time_and_share_what_they_have_in_common() 
         for name in ("sites", "site_numbers", "sequences", "label_numbers"):
             assert getattr(dump.records, name) is getattr(first.records, name), name
     assert num_calls[1000] < num_calls[100] + 50
-
-
-def test_numbers_of_all_sizes_and_fields_of_all_kinds_are_read_in_runs() -> None:
-    dump = _before(0, 4, 40).dump(at=33)
-    records = []
-    for block, sequence in enumerate((1, 127, 128, 255, 256, 65535, 65536, 2**32 - 60, 2**32, 2**40)):
-        for number, record in enumerate(dump.records):
-            records.append(
-                record._replace(
-                    sequence=sequence + number,
-                    error="lost" if block == 5 and number == 7 else None,
-                    completed_s=None if block % 4 == 1 else record.completed_s,
-                    device=(None, DeviceTimes(1.5, None, 2.5), DeviceTimes())[block % 3],
-                    waits_s=3.5 if block % 2 else None,
-                    action=f"step {number % 3 if block == 4 else block}",
-                )
-            )
-    changed = replace(dump, records=tuple(records))
-    assert tuple(decode(encode(changed)).records) == tuple(records)
-    assert decode(encode(changed)).problems == ()
-    assert encode(decode(encode(changed))) == encode(changed)
-
-
-def test_no_numbers_among_times_are_left_out_in_runs() -> None:
-    dump = _before(0, 4, 100).dump(at=33)
-    records = list(dump.records)
-    records[50] = records[50]._replace(completed_s=float("nan"))
-    read = decode(encode(replace(dump, records=tuple(records))))
-    assert read.records == (*records[:50], *records[51:])
-    assert read.problems == ("is damaged: 1 of its records cannot be",)

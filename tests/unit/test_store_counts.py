@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
+import time
 from collections import Counter
 from functools import partial
 from types import SimpleNamespace
@@ -12,7 +14,8 @@ from typing import Any, Self
 import pytest
 
 from disttrain.checkpoint.saving.assembly import Assembly
-from disttrain.errors import CollectiveTimeoutError, RendezvousError
+from disttrain.checkpoint.saving.consensus import Consensus, asking
+from disttrain.errors import CollectiveTimeoutError, RendezvousError, StoreTimeoutError
 from disttrain.process_group.joining.rendezvous import RendezvousInfo, join
 from disttrain.process_group.watching.comparing import look_for_gone
 from disttrain.process_group.watching.departures import RANKS_PER_PAGE, members_left, say_left
@@ -24,6 +27,7 @@ from disttrain.store.attendance import once
 from disttrain.store.protocol.wire import Answer, Op
 from disttrain.store.rank_runs import from_runs, in_words, is_among, to_runs
 from disttrain.store.responder import Responder
+from disttrain.store.slices import in_slices
 
 
 class CountingStore(HashStore):
@@ -192,6 +196,30 @@ def test_who_decides_on_a_save_asks_for_all_at_once(num_ranks: int) -> None:
     assert own.asked["GET"] == 0
     assert own.asked["MULTI_GET"] <= 2
     assert sum(own.asked.values()) < 30
+
+
+@pytest.mark.parametrize("size", [8, 4096])
+def test_few_members_of_a_save_look_after_the_others_while_they_wait(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others ask for the answer again when they have waited for twice as long."""
+    assert asking(size) == {0, size // 2, size - 1}
+    assert Consensus("save", alone=True)._longest_slice_s == math.inf
+    num_asked = {}
+    for longest_s, timeout_s in ((0.5, 600.0), (math.inf, 600.0), (math.inf, 6000.0), (8.0, 600.0)):
+        clock_s, slices_s = [0.0], []
+
+        def wait(slice_s: float, clock_s: list[float] = clock_s, slices_s: list[float] = slices_s) -> None:
+            clock_s[0] += slice_s
+            slices_s.append(slice_s)
+            raise StoreTimeoutError("wait", "not yet.")
+
+        monkeypatch.setattr(time, "monotonic", lambda clock_s=clock_s: clock_s[0])
+        with pytest.raises(StoreTimeoutError, match=f"within {timeout_s:g} s"):
+            in_slices(["answer"], wait, timeout_s, lambda: None, longest_s)
+        assert max(slices_s) <= max(longest_s, 0.5)
+        num_asked[longest_s, timeout_s] = len(slices_s)
+    assert [*num_asked.values()] == [1201, 12, 15, 80]
 
 
 def test_runs_say_what_the_ranks_were() -> None:

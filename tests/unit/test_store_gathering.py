@@ -50,6 +50,47 @@ def test_adds_and_arrivals_count_once_a_node(num_clients: int) -> None:
     assert nothing == [None] * num_clients
 
 
+@pytest.mark.parametrize("num_clients", [8, 64])
+def test_adds_to_counters_of_their_own_are_one_request(num_clients: int) -> None:
+    """Also where two add to one counter."""
+    names = ["rank/0" if number == 2 else f"rank/{number}" for number in range(num_clients)]
+    num_requests, replies = _adds(StoreState(), names)
+    assert num_requests == [1]
+    assert replies == [[Status.OK, 2 if number == 2 else 1] for number in range(num_clients)]
+
+
+def test_of_adds_together_one_to_what_is_no_number_fails_alone() -> None:
+    server = StoreState()
+    server.handle(0, [0, Op.SET, "rank/1", b"text"], 0.0)
+    num_requests, replies = _adds(server, ["rank/0", "rank/1", "rank/2"])
+    assert num_requests == [1, 3]
+    assert [status for status, _ in replies] == [Status.OK, Status.REFUSED, Status.OK]
+    assert server.copies()[0] == {"rank/0": b"1", "rank/1": b"text", "rank/2": b"1"}
+
+
+@pytest.mark.parametrize("num_clients", [8, 64])
+def test_adds_of_long_names_are_in_as_many_requests_as_have_room(num_clients: int) -> None:
+    num_requests, replies = _adds(StoreState(), [f"{number:01000}" for number in range(num_clients)])
+    assert num_requests == [num_clients // 4]
+    assert replies == [[Status.OK, 1]] * num_clients
+
+
+def _adds(server: StoreState, names: list[str]) -> tuple[list[int], list[Message]]:
+    """Of clients of one proxy that each add 1 to a counter: the requests to the server by round, and their replies."""
+    proxy = ProxyHub(None, Limits())
+    lines = [Line(proxy, itertools.count(100 * number + 1)) for number in range(len(names))]
+    for line, name in zip(lines, names, strict=True):
+        line.connect(0.0)
+        proxy.received(line.connection, encode([7, int(Op.ADD), name, 1]), 0.0)
+    num_requests, replies = [], {}
+    while requests := Decoder(FRAME_BYTES).feed(b"".join(proxy.forwarding.frames())):
+        num_requests.append(len(requests))
+        for request in requests:
+            for connection, data, _ in proxy.answered([reply for _, reply in server.handle(1, request, 0.0)]):
+                replies[connection] = Decoder(FRAME_BYTES).feed(data)[0][1:]
+    return num_requests, [replies[line.connection] for line in lines]
+
+
 def test_what_is_too_much_together_goes_apart() -> None:
     """Adds of which one would pass 64 bits, and more arrivals than a barrier has members."""
     proxy, server = ProxyHub(None, Limits()), StoreState()
@@ -112,7 +153,7 @@ def test_adds_together_are_adds_one_after_the_other(first: int, amounts: list[in
     together, apart = StoreState(), StoreState()
     for state in (together, apart):
         state.handle(0, [0, Op.ADD, "sum", first], 0.0)
-    ((_, (_, status, totals)),) = together.handle(0, [1, Op.ADD_EACH, "sum", amounts], 0.0)
+    ((_, (_, status, totals)),) = together.handle(0, [1, Op.ADD_EACH, ["sum"] * len(amounts), amounts], 0.0)
     replies = [apart.handle(0, [1, Op.ADD, "sum", amount], 0.0)[0][1] for amount in amounts]
     if status == Status.OK:
         assert [[1, 0, total] for total in totals] == replies
@@ -123,7 +164,7 @@ def test_adds_together_are_adds_one_after_the_other(first: int, amounts: list[in
 
 
 @pytest.mark.parametrize(
-    "body", [[Op.ADD_EACH, "a", []], [Op.ADD_EACH, "a", [1, "2"]], [Op.BARRIER_EACH, "b", 2, 1.0, 0]]
+    "body", [[Op.ADD_EACH, ["a"], []], [Op.ADD_EACH, ["a", "b"], [1, "2"]], [Op.BARRIER_EACH, "b", 2, 1.0, 0]]
 )
 def test_what_makes_no_sense_together_is_refused(body: list[Any]) -> None:
     ((_, reply),) = StoreState().handle(0, [0, *body], 0.0)

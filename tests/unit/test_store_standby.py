@@ -108,7 +108,7 @@ def waiting_request(choices: Choices, num_requests: int) -> Message:
             [num_requests, int(Op.QUEUE_PUSH), name, b"%d" % num_requests, choices.number(3), timeout_s],
             [num_requests, int(Op.BARRIER), name, 2 + choices.number(2), timeout_s],
             [num_requests, int(Op.BARRIER_EACH), name, 2 + choices.number(2), timeout_s, 1 + choices.number(3)],
-            [num_requests, int(Op.ADD_EACH), "sum", [1, choices.one_of([2, (1 << 63) - 9])]],
+            [num_requests, int(Op.ADD_EACH), ["sum", choices.one_of(["sum", "b"])], [1, choices.one_of([2, 1 << 62])]],
             [num_requests, int(Op.CANCEL), max(0, num_requests - 1 - choices.number(9)), 0][
                 : choices.one_of([3, 3, 4])
             ],

@@ -1,9 +1,9 @@
 """Agrees on one outcome among ranks: each does its part, rank 0 decides, all return the same or raise the same.
 
 Ballots and answers go through a store, not through collectives: a rank that fails can still say so, a rank that has
-gone is named, and nothing on a GPU's stream is touched. A round costs each rank four requests; rank 0 reads some
-ballots at a time, and asks once for all who has not come. Torch-free: the processes that write saves meet like this
-too.
+gone is named, and nothing on a GPU's stream is touched. A round costs each rank four requests, and one more each time
+that its wait has become twice as long. Rank 0 reads some ballots at a time, and asks once for all who has not come.
+Torch-free: the processes that write saves meet like this too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from disttrain.errors import (
     StoreLimitError,
     StoreTimeoutError,
 )
-from disttrain.settings import CHECKPOINT_TIMEOUT_S
+from disttrain.settings import CHECKPOINT_ORPHAN_TIMEOUT_S, CHECKPOINT_TIMEOUT_S
 from disttrain.store import Store
 from disttrain.store.attendance import absent
 from disttrain.store.slices import in_slices
@@ -79,14 +79,17 @@ class Assembly:
         self._codec = codec
         self._timeout_s = CHECKPOINT_TIMEOUT_S.read()
         self._ends_s = math.inf
+        # How long this member waits, at most, without looking whether that is of use. Told to hurry, it ends when a
+        # quarter of its time more has passed.
+        self._longest_slice_s = CHECKPOINT_ORPHAN_TIMEOUT_S.read() / 4
 
     def hurry(self, timeout_s: float) -> None:
         """Limits the wait from now on, in all rounds together. Any thread may call it."""
         self._ends_s = time.monotonic() + timeout_s
 
-    def find_gone(self, awaited: list[int]) -> str:
-        """Called from time to time with the members that this one waits for. Returns, in words, those that can no
-        longer come."""
+    def find_gone(self, awaited: Callable[[], list[int]]) -> str:
+        """Called from time to time; `awaited` finds the members that this one waits for. Returns, in words, those that
+        can no longer come."""
         return ""
 
     def agree(self, work: Callable[[], Part], decide: Callable[[list[Part]], Any] | None = None) -> Any:
@@ -155,11 +158,11 @@ class Assembly:
         def check() -> None:
             if time.monotonic() >= self._ends_s:
                 raise StoreTimeoutError("wait", "there is no time left for it.")
-            problem = self.find_gone(awaited())
+            problem = self.find_gone(awaited)
             if problem and not store.check(keys):
                 raise CheckpointError(self.operation, problem, _GONE)
 
-        in_slices(keys, lambda slice_s: store.wait(keys, slice_s), timeout_s, check)
+        in_slices(keys, lambda slice_s: store.wait(keys, slice_s), timeout_s, check, self._longest_slice_s)
 
     def _patience(self, timeout_s: float) -> str:
         return f"{timeout_s:g} s" if self._ends_s == math.inf else "the time that was left"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -12,6 +13,7 @@ from disttrain.process_group.calls.packing import pack, unpack
 from disttrain.process_group.watching.comparing import ask_members
 from disttrain.process_group.watching.departures import members_left
 from disttrain.store import PrefixStore, Store
+from disttrain.store.slices import SLICE_S
 
 Part = TypeVar("Part")
 _SILENT_AFTER, _ANSWER_S = 3, 1.5
@@ -20,9 +22,6 @@ _SILENT_AFTER, _ANSWER_S = 3, 1.5
 _FIRST_ASKED_AFTER_S, _ASKED_EVERY_S = 0.5, 2.0
 """Begin and period of the questions. A rank that dies just after an answer is known to be gone 7 s later, on a machine
 that is not busy."""
-
-_NUM_ASKING = 3
-"""The number of members that ask whether their first one is alive: all ranks read each question."""
 
 
 class Party(NamedTuple):
@@ -47,21 +46,26 @@ class Consensus(Assembly):
         store = None if self.party is None else PrefixStore("checkpoint", self.party.store)
         ranks = None if self.party is None else self.party.ranks
         super().__init__(operation, rank, size, store, Codec(pack, unpack), ranks)
+        self._asks = rank in asking(size) and self.world is not None and self.world.witness is not None
+        self._longest_slice_s = SLICE_S if self._asks else math.inf
         self._asks_at_s = 0.0
 
     def agree(self, work: Callable[[], Part], decide: Callable[[list[Part]], Any] | None = None) -> Any:
         self._asks_at_s = time.monotonic() + _FIRST_ASKED_AFTER_S
         return super().agree(work, decide)
 
-    def find_gone(self, awaited: list[int]) -> str:
+    def find_gone(self, awaited: Callable[[], list[int]]) -> str:
         world, party = self.world, self.party
-        if world is None or party is None or world.witness is None or self.rank >= _NUM_ASKING:
+        if world is None or party is None or not self._asks:
             return ""
-        ranks = {party.ranks[member] for member in awaited} - {world.rank}
-        gone = sorted(ranks & set(members_left(world.default_group)))
+        left, asks_now = members_left(world.default_group), time.monotonic() >= self._asks_at_s
+        if not (left or asks_now):
+            return ""
+        ranks = {party.ranks[member] for member in awaited()} - {world.rank}
+        gone = sorted(ranks & set(left))
         if gone:
             return f"ranks {gone} have left the job."
-        if time.monotonic() < self._asks_at_s:
+        if not asks_now:
             return ""
         silent = ranks
         for _ in range(_SILENT_AFTER):
@@ -70,6 +74,12 @@ class Consensus(Assembly):
                 break
         self._asks_at_s = time.monotonic() + _ASKED_EVERY_S
         return f"ranks {sorted(silent)} do not answer any more." if silent else ""
+
+
+def asking(size: int) -> set[int]:
+    """The members of so many that ask whether others are alive: few, since all ranks read each question, and on
+    several machines, since with the first member those beside it may have gone."""
+    return {0, size // 2, size - 1}
 
 
 def _party(world: World, group: ProcessGroup | None) -> Party:

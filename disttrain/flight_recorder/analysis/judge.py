@@ -6,7 +6,7 @@ others wait for, and only then what may be missing from the dumps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Final
 
 from disttrain.flight_recorder.analysis.alignment.match import Match
@@ -54,7 +54,7 @@ def _ends(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
     for index, front in enumerate(fronts):
         for rank in direct.keys() & set(front.for_ranks):
             direct[rank].append(index)
-    alike: dict[tuple[Kind, Cause, str], list[int]] = {}
+    alike: dict[tuple[Kind, Cause, Hashable], dict[int, str]] = {}
     queued: dict[tuple[str, str, int], dict[int, Record]] = {}
     was_broken = broke(waits)
     all_records = [records_in(matched, front.waits[0]) for front in fronts]
@@ -69,17 +69,31 @@ def _ends(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
         first_waits = [fronts[index].waits[0] for index in direct[rank]]
         forgot = cause is Cause.ENDED and all(wait.is_message for wait in first_waits)
         kind = _missing_end(first_waits[0].record) if forgot else Kind.RANK_ABSENT
-        alike.setdefault((kind, cause, why), []).append(rank)
+        alike.setdefault((kind, cause, _raised_alike(matched, rank, why)), {})[rank] = why
     missing = MissingVerdicts(matched, waits, fronts)
-    verdicts = [
-        missing.verdict(*finding, ranks, sorted({index for rank in ranks for index in direct[rank]}))
-        for finding, ranks in alike.items()
-    ]
+    verdicts = []
+    for (kind, cause, _), whys in alike.items():
+        its_fronts = sorted({index for rank in whys for index in direct[rank]})
+        verdicts.append(missing.verdict(kind, cause, _why_of_all(whys), list(whys), its_fronts))
     for records in queued.values():
         indexes = {index for rank in records for index in direct[rank]}
         others = {wait.rank: wait.record for wait in missing.waits_in(indexes)}
         verdicts.append(never_started(matched, records, arrival_lines(matched.dumps, others | records)))
     return sorted(verdicts, key=lambda verdict: _doubt(matched, verdict, was_broken=was_broken))
+
+
+def _raised_alike(matched: Match, rank: int, why: str) -> Hashable:
+    """Where and what a rank raised, but for the words: these may say which rank it is, or which batch it had. Of others
+    `why` they are missing."""
+    failure = matched.dumps[rank].failure if rank in matched.dumps else None
+    return why if failure is None else (failure.kind, failure.stack, is_victim(failure))
+
+
+def _why_of_all(whys: Mapping[int, str]) -> str:
+    (first, why), *others = whys.items()
+    if all(other == why for _, other in others):
+        return why
+    return f"rank {first} {why.removeprefix('it ')}, and the others there with words of their own"
 
 
 def _doubt(matched: Match, verdict: Verdict, *, was_broken: bool) -> int:

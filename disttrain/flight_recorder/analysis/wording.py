@@ -41,6 +41,13 @@ def call_text(record: Record) -> str:
     return f"{site.operation} #{record.sequence}{end} of group {site.group_title}{tensors}{purpose}"
 
 
+def calls_text(record: Record, num_others: int) -> str:
+    """The same, of a call which ranks made in so many other groups too, as along an axis of a mesh."""
+    if not num_others:
+        return call_text(record)
+    return f"{call_text(record)} and those of {num_others} other group{'s' if num_others > 1 else ''}"
+
+
 def waited_text(dump: Dump, record: Record) -> str:
     """The progress of this rank with the call, and how long it waited."""
     if record.is_queued:

@@ -57,6 +57,12 @@ class Arguments:
         if len(value) > self._value_bytes:
             self.over(f"the value of key {key!r}", len(value), "value_bytes")
 
+    def check_values(self, keys: list[str], values: list[bytes]) -> None:
+        """A value for each of the keys."""
+        for key, value in zip(keys, values, strict=True):
+            if type(value) is not bytes or len(value) > self._value_bytes:
+                self.check_value(key, value)
+
     def over(self, subject: str, count: int, limit: str) -> NoReturn:
         """End the request: it is over the limit named `limit`."""
         raise Refusal(Status.LIMIT, over_limit(subject, count, limit, self._limits))

@@ -6,7 +6,6 @@ first: the last missing key, a change, the barrier's last member, a value in the
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -182,14 +181,22 @@ class StoreState:
         self._store(key, b"%d" % total)
         return total
 
-    def _add_each(self, key: str, amounts: list[int]) -> list[int]:
-        self._check_key(key)
-        if type(amounts) is not list or not amounts or any(type(amount) is not int for amount in amounts):
-            refuse("add_each takes a list of ints.")
-        totals = list(itertools.accumulate(amounts, initial=counter(key, self._values.get(key, b"0"))))[1:]
-        if not -INT64_MAX - 1 <= min(totals) <= max(totals) <= INT64_MAX:
-            raise Refusal(Status.APART, overflow_text(key))
-        self._store(key, b"%d" % totals[-1])
+    def _add_each(self, keys: list[str], amounts: list[int]) -> list[int]:
+        self._arguments.check_keys(keys)
+        if type(amounts) is not list or len(amounts) != len(keys) or any(type(amount) is not int for amount in amounts):
+            refuse("add_each takes an int for each key.")
+        last: dict[str, int] = {}
+        totals = []
+        try:
+            for key, amount in zip(keys, amounts, strict=True):
+                before = last[key] if key in last else counter(key, self._values.get(key, b"0"))
+                total = last[key] = before + amount
+                if not -INT64_MAX - 1 <= total <= INT64_MAX:
+                    refuse(overflow_text(key))
+                totals.append(total)
+        except Refusal as refusal:
+            raise Refusal(Status.APART, refusal.text) from None
+        self._store_all({key: b"%d" % total for key, total in last.items()})
         return totals
 
     def _append(self, key: str, value: bytes) -> None:
@@ -249,21 +256,9 @@ class StoreState:
         self._arguments.check_keys(keys)
         if type(values) is not list or len(values) != len(keys):
             refuse("multi_set takes as many values as keys.")
+        self._arguments.check_values(keys, values)
         # All come at once: whoever is woken by one sees the others too, and of a key that is named twice the last.
-        pairs = dict(zip(keys, values, strict=True))
-        num_fresh = num_bytes = 0
-        for key, value in zip(keys, values, strict=True):
-            self._check_value(key, value)
-        for key, value in pairs.items():
-            old = self._values.get(key)
-            num_fresh += old is None
-            num_bytes += len(value) + len(key) if old is None else len(value) - len(old)
-        self._charge(num_fresh, num_bytes)
-        self._values.update(pairs)
-        if self._waiting:
-            for key in pairs:
-                if key in self._waiting:
-                    self._changed(key)
+        self._store_all(dict(zip(keys, values, strict=True)))
 
     def _watch(self, key: str, seen: bytes | None, timeout_s: float) -> bytes | Parked | None:
         self._check_key(key)
@@ -299,6 +294,23 @@ class StoreState:
         return None
 
     # Keys that come, and who waits for them.
+
+    def _store_all(self, pairs: dict[str, bytes]) -> None:
+        stored = self._values
+        num_fresh = num_bytes = 0
+        for key, value in pairs.items():
+            num_bytes += len(value)
+            if key in stored:
+                num_bytes -= len(stored[key])
+            else:
+                num_fresh += 1
+                num_bytes += len(key)
+        self._charge(num_fresh, num_bytes)
+        self._values.update(pairs)
+        if self._waiting:
+            for key in pairs:
+                if key in self._waiting:
+                    self._changed(key)
 
     def _store(self, key: str, value: bytes) -> None:
         old = self._values.get(key)

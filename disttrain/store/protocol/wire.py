@@ -70,7 +70,7 @@ class Op(IntEnum):
     FOLLOW = 20  # host, port, patience_s: be told all that changes, as the standby at this address
     ACK = 21  # num_entries, beat: how many entries have been applied; no reply
     ELECT = 22  # for_leader, for_standby: an elector and its sides; [term, asks], see `succession`
-    ADD_EACH = 23  # key, amounts: of clients that ask together, by a proxy; the total after each
+    ADD_EACH = 23  # keys, amounts: of clients that ask together, by a proxy; the total after each
     BARRIER_EACH = 24  # name, num_members, timeout_s, num_together: so many come together, by a proxy
 
 

@@ -184,10 +184,8 @@ class Forwarding:
 
     def _together(self, requests: list[Request]) -> Sent:
         """Those that were gathered go as one."""
-        key = requests[0].key
-        assert key is not None
         sent = self._new(body_of(requests), requests)
-        self._gathering.goes(key, sent)
+        self._gathering.goes(sent)
         return sent
 
     def _with_last(self, request: Request, num_bytes: int) -> Sent | None:
@@ -254,12 +252,10 @@ class Forwarding:
         self._over(sent)
         if sent.cancelled is not None and value is True:
             self._forgotten(sent.cancelled)
-        if status and (
-            (status == Status.APART and sent.key is not None) or (status == Status.LIMIT and sent.is_of_sets)
-        ):
+        if (status == Status.APART and sent.keys) or (status == Status.LIMIT and sent.is_of_keys):
             self._apart(sent)
             return []
-        is_each = sent.key is not None and not status and sent.body[0] == Op.ADD_EACH
+        is_each = sent.keys and not status and sent.body[0] == Op.ADD_EACH
         values = value if is_each else [value] * len(sent.requests)
         replies = []
         for request, result in zip(sent.requests, values, strict=True):

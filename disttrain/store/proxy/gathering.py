@@ -1,8 +1,9 @@
-"""Gathers adds to one counter, and arrivals at one barrier, so that they go to the server as one request.
+"""Gathers adds to counters, and arrivals at one barrier, so that they go to the server as one request.
 
 Of one counter or barrier a single request is on its way at a time; what comes meanwhile goes together once the server
-has seen that (flat combining, SPAA 2010). So a lone request never waits, and the
-busier the server is, the more go together. What a connection asks after it is gathered does not overtake it.
+has seen that (flat combining, SPAA 2010). So a lone request never waits, and the busier the server is, the more go
+together. Adds to other counters that may go at the same time go with them. What a connection asks after it is gathered
+does not overtake it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from disttrain.store.protocol.wire import Op
-from disttrain.store.proxy.requests import Key, Request, Sent
+from disttrain.store.proxy.requests import TOGETHER_BYTES, Key, Request, Sent
 
 _TYPES_OF_BARRIERS: Final = {(str, int, float), (str, int, int)}
 # Python 3.11 takes several times as long to look up a member of an enum as to compare it.
@@ -34,7 +35,8 @@ def body_of(requests: list[Request]) -> list[Any]:
         return [_BARRIER_EACH, *first[2:], len(requests)]
     if len(requests) == 1:
         return first[1:]
-    return [_ADD_EACH, first[2], [request.message[3] for request in requests]]
+    keys, amounts = ([request.message[index] for request in requests] for index in (2, 3))
+    return [_ADD_EACH, keys, amounts]
 
 
 class Gathering:
@@ -66,17 +68,28 @@ class Gathering:
         return self.ready.pop(key, None) or self._held.pop(key, [])
 
     def take_ready(self) -> list[Request]:
-        """Takes out those that have been ready for the longest time."""
-        return self.ready.pop(next(iter(self.ready)))
+        """Takes out those that have been ready for the longest time; with adds all others, as far as there is room."""
+        first = next(iter(self.ready))
+        requests = self.ready.pop(first)
+        if first[0] != _ADD:
+            return requests
+        room_bytes = TOGETHER_BYTES - len(first[1]) * len(requests)
+        for key in [key for key in self.ready if key[0] == _ADD]:
+            room_bytes -= len(key[1]) * len(self.ready[key])
+            if room_bytes < 0:
+                break
+            requests += self.ready.pop(key)
+        return requests
 
-    def goes(self, key: Key, sent: Sent) -> None:
-        """This one is on its way: others of its key wait."""
-        sent.key = key
-        self._on_way[key] = sent
+    def goes(self, sent: Sent) -> None:
+        """This one is on its way: others of its keys wait."""
+        sent.keys = {request.key for request in sent.requests if request.key is not None}
+        self._on_way |= dict.fromkeys(sent.keys, sent)
 
     def seen(self, sent: Sent) -> None:
         """The server has seen it."""
-        if sent.key is not None and self._on_way.get(sent.key) is sent:
-            del self._on_way[sent.key]
-            if sent.key in self._held:
-                self.ready[sent.key] = self._held.pop(sent.key)
+        for key in sent.keys:
+            if self._on_way.get(key) is sent:
+                del self._on_way[key]
+                if key in self._held:
+                    self.ready[key] = self._held.pop(key)

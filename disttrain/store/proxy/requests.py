@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Final
 
 from disttrain.store.protocol.sessions import Session
@@ -18,9 +19,9 @@ MERGEABLE: Final = READING | {Op.SET, Op.COMPARE_SET}
 
 _CHANGING: Final = frozenset(Op) - READING - WAITING
 # Python 3.11 takes several times as long to look up a member of an enum as to compare it.
-_SET, _MULTI_SET = int(Op.SET), int(Op.MULTI_SET)
-_TOGETHER_BYTES: Final = 4096
-"""Of the `set`s that go as one; that a large one fails costs nobody else anything."""
+_SET, _MULTI_SET, _ADD_EACH = map(int, (Op.SET, Op.MULTI_SET, Op.ADD_EACH))
+TOGETHER_BYTES: Final = 4096
+"""Of the `set`s that go as one, and of the keys of adds; that a large one fails costs nobody else anything."""
 
 Key = tuple[Any, ...]
 """Of requests that go together."""
@@ -47,14 +48,15 @@ class Sent:
     """A request to the server, for one or more of clients; `was_sent` on whatever link."""
 
     __slots__ = (
-        "body", "cancel", "cancelled", "is_change", "is_prompt", "key", "number", "requests", "room_bytes", "was_sent"
+        "body", "cancel", "cancelled", "is_change", "is_prompt", "keys", "number", "requests", "room_bytes", "was_sent"
     )  # fmt: skip
 
     def __init__(self, number: int, body: list[Any], requests: list[Request]) -> None:
         self.number = number
         self.body = body
         self.requests = requests
-        self.key: Key | None = None
+        self.keys: Collection[Key] = ()
+        """Of those that were gathered."""
         self.cancelled: Sent | None = None
         """The request that this one cancels."""
         self.cancel: Sent | None = None
@@ -64,15 +66,15 @@ class Sent:
         """It changes something at once."""
         self.is_prompt = body[0] not in _LONG
         """The server mostly answers at once."""
-        self.room_bytes = _TOGETHER_BYTES if _is_set(body) else 0
+        self.room_bytes = TOGETHER_BYTES if _is_set(body) else 0
         """What other `set`s that go with this one may have."""
         for request in requests:
             request.sent = self
 
     @property
-    def is_of_sets(self) -> bool:
-        """It sets the keys of several requests."""
-        return self.body[0] == _MULTI_SET and len(self.requests) > 1
+    def is_of_keys(self) -> bool:
+        """It changes the keys of several requests, each of which may be too large."""
+        return self.body[0] in (_MULTI_SET, _ADD_EACH) and len(self.requests) > 1
 
     def takes(self, request: Request, num_bytes: int) -> bool:
         """True where `request`, of so many bytes, is a `set` for which there is room: it goes with this one."""

@@ -89,10 +89,17 @@ class Collectives(Mapping[int, Collective]):
 
     def have_all_come(self, sequence: int) -> bool:
         """True where no rank is absent from it, and none unknown."""
+        if sequence <= self._all_have_come_to:
+            return True
         if sequence not in self._have_all_come:
             collective = self._put_together(sequence)
             self._have_all_come[sequence] = not collective.absent and not collective.unknown
         return self._have_all_come[sequence]
+
+    @cached_property
+    def _all_have_come_to(self) -> int:
+        """The last to which all ranks have come by their counts; 0 where one has no dump."""
+        return min((self._last.get(rank, 0) if rank in self._dumps else 0 for rank in self.ranks), default=0)
 
     def _put_together(self, sequence: int) -> Collective:
         connecting = self._connecting.get(sequence, {})

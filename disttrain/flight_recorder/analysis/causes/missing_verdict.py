@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Final
 
 from disttrain.flight_recorder.analysis.alignment.collectives import Collective
 from disttrain.flight_recorder.analysis.alignment.match import Match
@@ -19,6 +20,7 @@ from disttrain.flight_recorder.analysis.waiting.waits import MIN_WAIT_S
 from disttrain.flight_recorder.analysis.wording import (
     arrival_lines,
     call_text,
+    calls_text,
     capitalized,
     location,
     stack_line,
@@ -26,6 +28,9 @@ from disttrain.flight_recorder.analysis.wording import (
 )
 from disttrain.flight_recorder.dumps.dump import Dump
 from disttrain.flight_recorder.record.record import Record, ranks_text
+
+_MAX_LISTED: Final = 64
+"""Of ranks that wait for ranks that wait."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,10 @@ class MissingVerdicts:
         came = [rank for rank in ranks if direct.collective is not None and rank in direct.collective.records]
         evidence += direct.divergence + direct.indirect
         did = "came to" if came else "did not come to"
-        call = f"{call_text(record)} but did not leave it" if came else call_text(record)
+        # Of a node's ranks each may be missing in a group of its own.
+        groups = {self.fronts[index].waits[0].record.site.group_name for index in indexes}
+        call = calls_text(record, 0 if set(ranks) <= set(record.site.ranks) else len(groups) - 1)
+        call += " but did not leave it" if came else ""
         summary = f"{capitalized(ranks_text(ranks))} {did} {call}, where {direct.who} waited at {direct.where}: {why}."
         return Verdict(kind, tuple(ranks), summary, tuple(evidence), cause)
 
@@ -89,16 +97,27 @@ class MissingVerdicts:
         if not longest.is_message:
             collective = matched.collectives[record.site.group_name][record.sequence]
         direct = {wait.rank for wait in waits}
-        indirect = {wait.rank for wait in self.waits if wait.rank not in direct}
         return _Direct(
             longest,
             ranks_text(direct),
             location(matched.dumps[longest.rank], record.site.stack),
             arrival_lines(matched.dumps, {wait.rank: wait.record for wait in waits}),
-            [f"{ranks_text(indirect)} wait for ranks that wait"] if indirect else [],
+            self._indirect(direct),
             collective,
             [] if collective is None else divergence(matched, collective),
         )
+
+    def _indirect(self, direct: set[int]) -> list[str]:
+        num_others = len(self._waiting) - len(direct)
+        if not num_others:
+            return []
+        # Each of very many verdicts would list all ranks.
+        who = ranks_text(self._waiting - direct) if num_others <= _MAX_LISTED else f"{num_others} other ranks"
+        return [f"{who} wait for ranks that wait"]
+
+    @cached_property
+    def _waiting(self) -> set[int]:
+        return {wait.rank for wait in self.waits}
 
 
 def _traces(dump: Dump, record: Record) -> list[str]:

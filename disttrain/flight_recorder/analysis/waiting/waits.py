@@ -7,7 +7,7 @@ in a circle. Pure and torch-free.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import Final
@@ -20,7 +20,11 @@ from disttrain.flight_recorder.analysis.waiting.on_device import find_device_wai
 from disttrain.flight_recorder.analysis.waiting.wait_graph import Wait
 from disttrain.flight_recorder.analysis.waiting.waited_for import Missing
 from disttrain.flight_recorder.analysis.wording import waited_s
+from disttrain.flight_recorder.record.columns import STATE_NUMBERS, Records
 from disttrain.flight_recorder.record.record import SEND, Record, State
+
+_FAILED: Final = STATE_NUMBERS[State.FAILED]
+_ENQUEUED: Final = STATE_NUMBERS[State.ENQUEUED]
 
 MIN_WAIT_S: Final = 1.0
 """The shortest wait of a hang: if no rank had waited this long when it was dumped, there is no hang."""
@@ -63,13 +67,13 @@ def _pending(matched: Match, rank: int) -> list[Record]:
     for."""
     dump, records = matched.dumps[rank], matched.records[rank]
     failed: list[int] = []
-    for index, position in enumerate(reversed(records.unfinished), 1):
+    for index, position in enumerate(reversed(records.unfinished), 1) if _FAILED in records.states else ():
         if position != len(records) - index:
             break
-        if records.state_at(position) is State.FAILED:
+        if records.states[position] == _FAILED:
             failed.append(position)
     if failed or dump.is_in_transport or not dump.threads:
-        enqueued = [at for at in records.unfinished if records.state_at(at) is State.ENQUEUED]
+        enqueued = [at for at in records.unfinished if records.states[at] == _ENQUEUED]
         return _outermost(matched, rank, failed)[::-1] + _outermost(matched, rank, enqueued)
     return []
 
@@ -78,20 +82,44 @@ def _outermost(matched: Match, rank: int, positions: Sequence[int]) -> list[Reco
     """Of the records of each group or channel, with each error, the first and the last that it hangs in: who has not
     come to one has not come to those after it either, and a ring may be full of what nobody has waited for."""
     records = matched.records[rank]
-    keys = list(map(key_of, records.sites))
-    of_tracks: dict[Hashable, list[int]] = {}
-    for position in positions:
-        key = keys[records.site_numbers[position]], records.errors.get(position)
-        of_tracks.setdefault(key, []).append(position)
 
     def hangs(position: int) -> bool:
         return not _has_arrived(matched, rank, records[position])
 
     outermost: set[int] = set()
-    for its in of_tracks.values():
-        for order in (its, reversed(its)):
-            outermost.update(itertools.islice(filter(hangs, order), 1))
+    rows: dict[Hashable, list[int]] = {}
+    for order, outer in ((positions, min), (positions[::-1], max)):
+        for key, position in _first_of_tracks(records, order, outer).items():
+            if hangs(position):
+                outermost.add(position)
+                continue
+            # Few have arrived, so that only then all are looked at.
+            rows = rows or _by_track(records, positions)
+            row = rows[key] if outer is min else rows[key][::-1]
+            outermost.update(itertools.islice(filter(hangs, row), 1))
     return [records[position] for position in sorted(outermost)]
+
+
+def _first_of_tracks(
+    records: Records, order: Sequence[int], outer: Callable[[Sequence[int]], int]
+) -> dict[Hashable, int]:
+    """Of each group or channel, with each error, the first of these positions."""
+    if records.errors:
+        return {key: outer(row) for key, row in _by_track(records, order).items()}
+    backwards = order[::-1]
+    first_of_sites = dict(zip(map(records.site_numbers.__getitem__, backwards), backwards, strict=True))
+    rows: dict[Hashable, list[int]] = {}
+    for number, position in first_of_sites.items():
+        rows.setdefault((key_of(records.sites[number]), None), []).append(position)
+    return {key: outer(row) for key, row in rows.items()}
+
+
+def _by_track(records: Records, positions: Sequence[int]) -> dict[Hashable, list[int]]:
+    keys = list(map(key_of, records.sites))
+    rows: dict[Hashable, list[int]] = {}
+    for position in positions:
+        rows.setdefault((keys[records.site_numbers[position]], records.errors.get(position)), []).append(position)
+    return rows
 
 
 def _has_arrived(matched: Match, rank: int, record: Record) -> bool:
