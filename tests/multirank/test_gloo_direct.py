@@ -12,7 +12,7 @@ import torch
 import disttrain
 from disttrain import ReduceOp
 from disttrain.errors import CollectiveMismatchError
-from disttrain.process_group.backends import gloo_direct
+from disttrain.process_group.backends import gloo, gloo_direct
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.surroundings.hosts_of_groups import set_spans_hosts
 
@@ -176,3 +176,19 @@ def test_what_fails_in_a_group_that_has_ended_is_no_news_for_others() -> None:
     if rank == 0:
         time.sleep(1)
     disttrain.barrier()
+
+
+@on_ranks(1, 3)
+def test_lists_go_joined_where_gloo_takes_none() -> None:
+    """As with torch 2.11: also lists of equal parts, and those that are not waited for at once."""
+    rank, num_ranks = disttrain.get_rank(), disttrain.get_world_size()
+    inputs = [values_of(num_ranks * rank + other, 4, 3) for other in range(num_ranks)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gloo, "_TAKES_LISTS", False)
+        for async_op in (False, True):
+            outputs = [torch.empty(4, 3) for _ in range(num_ranks)]
+            work = disttrain.all_to_all(outputs, inputs, async_op=async_op)
+            if work is not None:
+                work.wait()
+            for other, output in enumerate(outputs):
+                assert torch.equal(output, values_of(num_ranks * other + rank, 4, 3))

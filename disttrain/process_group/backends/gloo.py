@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Final
 
 import torch
 
@@ -35,6 +36,8 @@ _log = logging.getLogger(__name__)
 
 _FLOATS = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
 _INTEGERS = frozenset({torch.int8, torch.int32, torch.int64, torch.uint8})
+_TAKES_LISTS: Final = torch.__version__ >= "2.13"
+"""The Gloo of torch 2.11 has no all-to-all of lists."""
 
 
 class GlooBackend(C10dBackend):
@@ -149,7 +152,7 @@ class GlooBackend(C10dBackend):
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], async_op: bool
     ) -> TransportWork:
         num_elements = [*map(torch.Tensor.numel, outputs), *map(torch.Tensor.numel, inputs)]
-        if num_elements.count(num_elements[0]) == len(num_elements):
+        if _TAKES_LISTS and num_elements.count(num_elements[0]) == len(num_elements):
             # Of one size, Gloo takes them as they are. It sends the same to ranks where they are not.
             options = self._options(_c10d.AllToAllOptions, async_op)
             return self._begun(self._transport.alltoall(self._all_flat(outputs), self._all_flat(inputs), options))
