@@ -104,7 +104,7 @@ def test_the_step_after_it_is_as_without_it(at: tuple[str, int], is_sharded: boo
                 running = schedule._running
                 assert running is not None
                 now = running._executor._now
-                assert not (now.in_flight or now.outbox or now.inbox or now.handed or now.casts or now.due)
+                assert not any((now.in_flight, now.outbox, now.inbox, now.handed, now.casts, now.due))
                 assert not now.batch.args
                 assert not now.losses.losses
                 assert running._executor._world.action == ""

@@ -21,7 +21,6 @@ from disttrain.kernels._torch import are_plain
 from disttrain.kernels.float8.operator import Cast
 from disttrain.kernels.recording import current_recording
 
-
 _NUM_WITH_DIGESTS: Final = 256
 """Inputs: those of the first steps of a model with some dozens of layers."""
 
