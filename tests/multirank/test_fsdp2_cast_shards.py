@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import nn
@@ -86,7 +87,7 @@ def _by_detach(parameter: nn.Parameter) -> None:
     parameter.detach().fill_(3.0)
 
 
-def _by_local(parameter: nn.Parameter) -> None:
+def _by_local(parameter: Any) -> None:
     with torch.no_grad():
         parameter.to_local().fill_(3.0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,6 +31,7 @@ def test_a_module_may_write_to_its_input() -> None:
             for model in (plain, sharded):
                 model(x).square().sum().backward()
         for parameter, other in zip(sharded.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(parameter.grad.full_tensor(), other.grad, rtol=1e-12, atol=1e-12)
+            grad: Any = parameter.grad
+            torch.testing.assert_close(grad.full_tensor(), other.grad, rtol=1e-12, atol=1e-12)
 
     run_threads(1, main)
