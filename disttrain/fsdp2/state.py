@@ -298,10 +298,12 @@ class ShardState:
             # A leaf, such as an input or a parameter that is not sharded, would keep its hooks, and call those of this
             # forward in every later backward.
             tensor = tensor.view_as(tensor) if tensor.is_leaf else tensor
-            tensor.register_hook(partial(self._pre_backward, gathered))
-            if not isinstance(tensor, DTensor):
-                tensor.register_hook(as_plain)
+            begin = self._pre_backward if isinstance(tensor, DTensor) else self._pre_backward_of_plain
+            tensor.register_hook(partial(begin, gathered))
         return tensor
+
+    def _pre_backward_of_plain(self, gathered: Sequence[object], grad: torch.Tensor) -> torch.Tensor:
+        return as_plain(self._pre_backward(gathered, grad))
 
     def _pre_backward(self, gathered: Sequence[object], grad: torch.Tensor) -> torch.Tensor:
         """The backward of a forward begins that has computed with what was `gathered`, by group."""

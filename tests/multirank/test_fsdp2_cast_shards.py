@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import nn
@@ -67,6 +68,61 @@ def test_gathers_send_what_the_step_has_written() -> None:
         model[0].weight.zero_()  # by torch's operators, so the copies are none any more
         model[0].bias.fill_(3.0)
     assert torch.equal(model[0](x), torch.full((1, 5), 3.0, dtype=torch.bfloat16))
+
+
+def _by_data(parameter: nn.Parameter) -> None:
+    parameter.data.fill_(3.0)
+
+
+def _swapped(parameter: nn.Parameter) -> None:
+    parameter.data = torch.full_like(parameter.data, 3.0)
+
+
+def _in_inference(parameter: nn.Parameter) -> None:
+    with torch.inference_mode():
+        parameter.fill_(3.0)
+
+
+def _by_detach(parameter: nn.Parameter) -> None:
+    parameter.detach().fill_(3.0)
+
+
+def _by_local(parameter: Any) -> None:
+    with torch.no_grad():
+        parameter.to_local().fill_(3.0)
+
+
+def _by_view(parameter: nn.Parameter) -> None:
+    with torch.no_grad():
+        parameter.view(parameter.shape).fill_(3.0)
+
+
+def _by_foreach(parameter: nn.Parameter) -> None:
+    with torch.no_grad():
+        torch._foreach_copy_([parameter], [torch.full_like(parameter, 3.0)])
+
+
+WRITES = [_by_data, _swapped, _in_inference, _by_detach, _by_local, _by_view, _by_foreach]
+
+
+@on_ranks(2)
+def test_copies_are_not_used_after_any_other_write() -> None:
+    """As where averages of parameters are swapped in after a step, to evaluate; or a state dict is assigned."""
+    for write in WRITES:
+        model = sharded(made())
+        optimizer = AdamW(model.parameters(), lr=0.05)
+        model.round_in_step(optimizer)
+        trained(model, optimizer)
+        for parameter in model[0].parameters():
+            write(parameter)
+        with torch.no_grad():
+            y = model[0](torch.ones(1, 7))
+        assert torch.equal(y, torch.full((1, 5), 24.0, dtype=torch.bfloat16)), write.__name__
+    state = {name: torch.full_like(parameter, 3.0) for name, parameter in model[1].state_dict().items()}
+    model[1].load_state_dict(state, assign=True)
+    with torch.no_grad():
+        y = model[1](torch.ones(1, 5))
+    assert torch.equal(y, torch.full((1, 3), 18.0, dtype=torch.bfloat16))
 
 
 @on_ranks(2)

@@ -142,6 +142,14 @@ def test_torch_s_optimizers(name: str) -> None:
     check(optimizer_of=OPTIMIZERS[name], atol=2e-4 if name == "Muon" else 1e-10)  # Muon computes its steps in bfloat16.
 
 
+@pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
+def test_muon_differs_by_bfloat16_alone(adjust_lr_fn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its iteration rounds each product to bfloat16, and a sum over ranks rounds each rank's term. Without rounding the
+    steps are the same: the ratio that scales them is of the whole's shape, and so is the norm."""
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.double)
+    check(optimizer_of=partial(torch.optim.Muon, adjust_lr_fn=adjust_lr_fn), atol=1e-15)
+
+
 def test_all_optimizers_of_torch_are_there() -> None:
     assert {"LBFGS", "LBFGS line_search_fn", "Adafactor", "AdamW fused", "Muon", "SGD nesterov"} <= set(OPTIMIZERS)
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from disttrain.kernels import float8_linear
 from disttrain.kernels._torch import trace_in_place_of
 from disttrain.kernels.float8 import reference as float8_reference
-from disttrain.kernels.float8.latest import LATEST
+from disttrain.kernels.float8.latest import LATEST, LatestCast
 from tests.cases.kernels import drawn
 
 RECIPES = ["tensorwise", "rowwise"]
@@ -76,6 +76,32 @@ def test_a_cast_is_not_used_for_what_is_no_longer_there() -> None:
     assert num_casts_of(leaf, lambda: [float8_linear(leaf, weight) for _ in range(2)]) == 2
     with torch.no_grad():
         assert num_casts_of(leaf, lambda: [float8_linear(leaf * 1.0, weight) for _ in range(2)]) == 2
+
+
+def test_no_cast_is_used_again_once_an_input_was_written_to_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    latest = LatestCast()
+    monkeypatch.setattr("disttrain.kernels.float8.linear.LATEST", latest)
+    leaf, weight = drawn(4, 32).float().requires_grad_(), drawn(48, 32, seed=1).float().requires_grad_()
+    x = leaf * 1.0
+    before = float8_linear(x, weight)
+    assert num_casts_of(x, lambda: float8_linear(x, weight)) == 0
+    x.data.mul_(2.0)
+    assert torch.equal(float8_linear(x, weight), 2 * before)
+    x.data[:2].copy_(x.data[2:].clone())
+    assert torch.equal(float8_linear(x, weight)[:2], 2 * before[2:])
+    x = leaf * 1.0
+    assert num_casts_of(x, lambda: [float8_linear(x, weight) for _ in range(2)]) == 2
+    assert latest._entry is None
+
+
+def test_views_and_detached_tensors_count_as_writes() -> None:
+    leaf, weight = drawn(4, 32).float().requires_grad_(), drawn(48, 32, seed=1).float().requires_grad_()
+    for write in (lambda x: x.detach().mul_(2.0), lambda x: x.view(-1).detach().mul_(2.0), lambda x: x[:].mul_(2.0)):
+        x = leaf * 1.0
+        before = float8_linear(x, weight)
+        with torch.no_grad():
+            write(x)
+        assert torch.equal(float8_linear(x, weight), 2 * before)
 
 
 def test_a_cast_of_inference_mode_is_of_no_use_to_a_backward() -> None:

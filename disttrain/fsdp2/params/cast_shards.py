@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from disttrain.dtensor.views.data import num_data_writes
 from disttrain.fsdp2._torch import versions_of
 from disttrain.fsdp2.params.param import ShardedParam
 
@@ -31,5 +32,6 @@ def latest(
 
 def flat_versions(params: Iterable[ShardedParam], flat: torch.Tensor) -> tuple[int, ...]:
     """Versions that change when shards in the flat buffer are written to. A write through a DTensor counts only for the
-    DTensor."""
-    return versions_of([flat, *(param.sharded for param in params)])
+    DTensor, one through its `.data` for neither."""
+    shards = [param.sharded for param in params]
+    return (num_data_writes(shards), *versions_of([flat, *shards]))

@@ -35,6 +35,7 @@ from torch import nn
 from disttrain.dtensor import DTensor
 from disttrain.dtensor.local_part import local_part
 from disttrain.dtensor.spec.shard_sizes import contiguous_strides
+from disttrain.dtensor.views.data import num_data_writes
 from disttrain.errors import ShardingError
 from disttrain.fsdp2._torch import backward_is_running, values_of, versions_of
 from disttrain.fsdp2.faults.checks import common_dtype, refuse_device
@@ -165,7 +166,8 @@ class ExtensionGroup(ParamGroup):
             return each, packed([*chain.from_iterable(pair[1] for pair in pairs)], packing_of(_kinds(each)))
         # Only for a backward: nobody counts what a kernel, a collective or a graph that is replayed writes.
         is_within_backward = backward_is_running()
-        values = *versions_of([param.sharded for param in self.params]), *values_of(locals_)
+        shards = [param.sharded for param in self.params]
+        values = (num_data_writes(shards), *versions_of(shards), *values_of(locals_))
         if is_within_backward and earlier is not None and earlier.of == values:
             return earlier.inputs, earlier.memory
         inputs, sent = self._give_together(hooks, [*map(self._brought, locals_)])

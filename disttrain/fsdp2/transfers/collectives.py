@@ -300,7 +300,9 @@ def start_reduction(
             output = packed[0].view(-1) if not reduction.num_in_place else torch.cat([each.view(-1) for each in packed])
         else:
             output = packed[0].new_empty(plan.shard_numel)
-            pairs = [pair for pair in zip(output.split(numels), packed, strict=True) if pair[1].numel()]
+            pairs = [(output, packed[0])]
+            if len(packed) > 1:
+                pairs = [pair for pair in zip(output.split(numels), packed, strict=True) if pair[1].numel()]
             work = _start_reduce_scatter(pairs, reduction, async_op=not streams.is_cuda)
         scattered = streams.mark()
     if not streams.is_cuda:

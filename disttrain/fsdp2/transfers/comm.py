@@ -133,4 +133,5 @@ class UnderWay:
     @property
     def output(self) -> torch.Tensor:
         """This rank's flat buffer of averaged gradients, once the reduction has been waited for."""
-        return self.reduction.output.narrow(0, self.start, self.plan.shard_numel)
+        output, numel = self.reduction.output, self.plan.shard_numel
+        return output if output.numel() == numel else output.narrow(0, self.start, numel)

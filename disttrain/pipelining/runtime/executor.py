@@ -30,7 +30,7 @@ from disttrain.pipelining.runtime.message_metadata import (
 )
 from disttrain.pipelining.runtime.messages import Messenger
 from disttrain.pipelining.runtime.routes import Hop, Routes
-from disttrain.pipelining.runtime.sharded import schedule_modules
+from disttrain.pipelining.runtime.sharded import forget_recording, reset_iteration, schedule_modules
 from disttrain.pipelining.runtime.streams import Streams, are_apart
 from disttrain.pipelining.runtime.tied import TiedGradients
 from disttrain.pipelining.schedule.action import Action, Op
@@ -145,15 +145,15 @@ class Executor:
         """Let go of what the last pass had under way."""
         self._now = Pass(Batch((), ()), _NO_LOSSES)
         self._world.action = ""
-        self._streams.end()
+        self._streams.forget()
 
-    def forget_failed(self) -> None:
-        """The same after an error, also for sharded modules."""
+    def forget_failed(self, *, is_recorded: bool = False) -> None:
+        """The same after an error, also for sharded modules; nothing waits for what was to be recorded as a graph."""
         self.reset()
         self._tied.forget()
+        forget = forget_recording if is_recorded else reset_iteration
         for modules in self._sharded.values():
-            for module in modules:
-                module.reset_iter_state()
+            forget(modules)
 
     def _forward(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch

@@ -77,7 +77,7 @@ class Messenger:
 
     def send(self, tensors: Sequence[torch.Tensor], peer: int, *, is_regular: bool = True) -> None:
         """Start sending to group rank `peer`, in this order; `is_regular`: each pass has one like it."""
-        is_recorded = self._is_recorded()
+        is_recorded = self.is_recorded
         under_way = self._under_way.get(peer) or self._under_way.setdefault(peer, deque())
         way = self._way(peer)
         if is_regular and not self.may_wait:
@@ -132,12 +132,18 @@ class Messenger:
         for way in self.ways:
             way.give_up(operation, error)
 
-    def _is_recorded(self) -> bool:
+    def forget_recording(self) -> None:
+        """What was to go is not there: no GPU has computed it."""
+        self._recorded.clear()
+
+    @property
+    def is_recorded(self) -> bool:
+        """True while a step is being recorded as a CUDA graph, so that nothing goes to anybody yet."""
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _channels_for(self, tensor: torch.Tensor) -> PeerChannels | None:
         """Returns the channels for a tensor whose size both ends know. They count messages, which a graph does not."""
-        if self._is_recorded():
+        if self.is_recorded:
             return None
         channels = self._channels
         return channels if channels is not None and self.may_wait and tensor.nbytes <= channels.slot_bytes else None

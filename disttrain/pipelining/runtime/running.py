@@ -83,6 +83,17 @@ class Running:
         if is_first and is_training and self._uses_copy_engines and not exchange.is_learning:
             self._messenger.open_channels(_pairs(lowered), max(2, slots_needed(lowered)))
 
+    def is_recorded(self, *, is_training: bool) -> bool:
+        """True where a pass would become part of a CUDA graph: it tells the other ranks nothing, and sends nothing."""
+        return self._messenger.is_recorded and not self._exchanges[is_training].is_learning
+
+    def forget_recording(self, error: Exception) -> None:
+        """A pass that was to become part of a graph has failed: it is as if it had not begun. The other ranks learn it
+        from whoever records."""
+        self._executor.forget_failed(is_recorded=True)
+        self._messenger.forget_recording()
+        _let_go(error)
+
     def fail(self, error: Exception) -> str:
         """This rank cannot go on, and the others learn it. Returns: why another rank had failed before, or ""."""
         first = tell_failure(self._group, self._name, error)

@@ -195,6 +195,7 @@ class PipelineSchedule:
                 rank=self._rank,
             )
         running = self._running or self._set_up()
+        is_recorded = running.is_recorded(is_training=is_training)
         try:
             if is_training and not torch.is_grad_enabled():
                 raise ScheduleError(
@@ -214,6 +215,9 @@ class PipelineSchedule:
             outputs = [made.outputs[microbatch] for microbatch in sorted(made.outputs)]
             merged = merge_chunks(outputs, self._output_merge_spec) if outputs else None
         except Exception as error:
+            if is_recorded:
+                running.forget_recording(error)
+                raise
             first = running.fail(error)
             self._failure = first or f"{type(error).__name__}: {error}"
             if not first:

@@ -48,6 +48,19 @@ def scheduled_modules(module: nn.Module) -> list[ScheduledModule]:
     return [scheduled for child in module.children() for scheduled in scheduled_modules(child)]
 
 
+def reset_iteration(modules: Sequence[ScheduledModule]) -> None:
+    """A step has failed."""
+    for module in modules:
+        module.reset_iter_state()
+
+
+def forget_recording(modules: Sequence[Any]) -> None:
+    """A step was not recorded as a graph: nothing of what was queued for it is there. Waits for nothing."""
+    for each in (below for module in modules for below in module.modules()):
+        if (forget := getattr(each, "forget_recording", None)) is not None:
+            forget()
+
+
 def schedule_modules(modules: Sequence[ScheduledModule]) -> None:
     """Let a schedule decide for all of these, which one rank runs."""
     for module in modules:

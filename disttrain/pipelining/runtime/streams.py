@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 from torch import nn
@@ -43,6 +43,12 @@ class Streams:
         """The current stream follows all of them."""
         for stream in self._own.values():
             torch.cuda.current_stream(self._device).wait_stream(stream)
+        self._own = {}
+
+    def forget(self) -> None:
+        """Ends it after an error. Where a recording as a CUDA graph has failed, nothing can be waited for."""
+        with suppress(RuntimeError):
+            self.end()
         self._own = {}
 
     def hold_back(self) -> None:
