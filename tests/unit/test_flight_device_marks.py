@@ -50,7 +50,7 @@ class HandMoved:
 
     def _enter(self, function: str) -> None:
         if function in self.shut:
-            self.let_in.wait(10.0)
+            self.let_in.wait(60.0)
 
     def event(self) -> Event:
         return Event(self)
@@ -241,7 +241,7 @@ def test_who_cannot_set_marks_reads_those_there_are(monkeypatch: pytest.MonkeyPa
     }
     device.let_in.set()
     device.shut = set()
-    deadline_s = time.monotonic() + 5
+    deadline_s = time.monotonic() + 60
     while marks.read()[0] == found[0]:  # by the old clock
         assert time.monotonic() < deadline_s
 
@@ -276,13 +276,13 @@ def test_the_clock_of_who_reads_is_not_set_again_by_others(monkeypatch: pytest.M
     def wait(begin: Event, end: Event) -> float:
         monkeypatch.setattr(Event, "elapsed_time", elapsed_ms)
         is_reading.set()
-        go_on.wait(10.0)
+        go_on.wait(60.0)
         return elapsed_ms(begin, end)
 
     monkeypatch.setattr(Event, "elapsed_time", wait)
     first = threading.Thread(target=lambda: found.append(marks.read()))
     first.start()
-    assert is_reading.wait(10.0)
+    assert is_reading.wait(60.0)
     others = [threading.Thread(target=marks.read) for _ in range(2)]
     for other in others:
         device.now_ms += 5000.0
@@ -313,7 +313,7 @@ def test_a_question_without_an_answer_is_left_alone() -> None:
     def question() -> int:
         nonlocal num_asked
         num_asked += 1
-        come_back.wait(10.0)
+        come_back.wait(60.0)
         return num_asked
 
     probe = Probe(limit_s=0.01)
@@ -322,7 +322,7 @@ def test_a_question_without_an_answer_is_left_alone() -> None:
             probe.ask(question)
     assert num_asked == 1
     come_back.set()
-    deadline_s = time.monotonic() + 5
+    deadline_s = time.monotonic() + 60
     while True:
         assert time.monotonic() < deadline_s
         with suppress(TimeoutError):
@@ -341,7 +341,7 @@ def test_questions_are_asked_one_at_a_time() -> None:
         nonlocal num_running, most_running
         num_running += 1
         most_running = max(most_running, num_running)
-        go_on.wait(10.0)
+        go_on.wait(60.0)
         time.sleep(0.2)
         num_running -= 1
 

@@ -22,7 +22,7 @@ FAILING = """
     def load_batch(number):
         raise ValueError(f"bad batch {number}")
 
-    disttrain.init_process_group(timeout=60)
+    disttrain.init_process_group(timeout=240)
     rank, kind, culprits = disttrain.get_rank(), sys.argv[1], [int(word) for word in sys.argv[2].split(",")]
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
     disttrain.all_reduce(torch.ones(4))
@@ -124,7 +124,7 @@ SHARDED = """
     import disttrain
     from disttrain.fsdp2 import fully_shard
 
-    disttrain.init_process_group(timeout=60)
+    disttrain.init_process_group(timeout=240)
     model = fully_shard(torch.nn.Linear(4, 4))
     for step in range(3):
         if step == 2 and disttrain.get_rank() == 1:
@@ -305,7 +305,7 @@ LOST_THREAD = """
     def load_batches(batches):
         raise ValueError("bad batch 17")
 
-    disttrain.init_process_group(timeout=60)
+    disttrain.init_process_group(timeout=240)
     rank, batches = disttrain.get_rank(), queue.Queue()
     group = disttrain.new_group(timeout=5)
     disttrain.all_reduce(torch.ones(4), group=group)
