@@ -247,7 +247,7 @@ def test_who_cannot_set_marks_reads_those_there_are(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_clock_that_was_read_late_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_marks, "_MAX_ANSWER_S", 0.05)
+    monkeypatch.setattr(device_marks, "_MAX_ANSWER_S", 0.5)
     device = HandMoved()
     marks = _marked(device, range(3))
     device.go(1, 10.0)
@@ -255,7 +255,7 @@ def test_a_clock_that_was_read_late_is_none(monkeypatch: pytest.MonkeyPatch) -> 
     assert began_ns is not None
     device.shut = {"query"}
     assert marks.read() == {2: (None, None, None)}  # leaves a thread behind, which has recorded
-    time.sleep(1.0)
+    time.sleep(2.0)
     device.shut = {"record"}
     device.let_in.set()
     time.sleep(0.3)
@@ -263,10 +263,11 @@ def test_a_clock_that_was_read_late_is_none(monkeypatch: pytest.MonkeyPatch) -> 
     began_again_ns, *_ = marks.read()[0]
     device.let_in.set()
     assert began_again_ns is not None
-    assert abs(began_again_ns - began_ns) < 500_000_000
+    assert abs(began_again_ns - began_ns) < 1_500_000_000
 
 
 def test_the_clock_of_who_reads_is_not_set_again_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_marks, "_MAX_ANSWER_S", 30.0)
     device, is_reading, go_on = HandMoved(), threading.Event(), threading.Event()
     marks = _marked(device, range(3))
     device.go(1, 10.0)
@@ -308,11 +309,12 @@ def test_a_driver_that_lets_nobody_in_has_not_come_to_the_last(monkeypatch: pyte
 
 
 def test_a_question_without_an_answer_is_left_alone() -> None:
-    come_back, num_asked = threading.Event(), 0
+    is_asked, come_back, num_asked = threading.Event(), threading.Event(), 0
 
     def question() -> int:
         nonlocal num_asked
         num_asked += 1
+        is_asked.set()
         come_back.wait(60.0)
         return num_asked
 
@@ -320,6 +322,7 @@ def test_a_question_without_an_answer_is_left_alone() -> None:
     for _ in range(2):
         with pytest.raises(TimeoutError):
             probe.ask(question)
+    assert is_asked.wait(60.0)
     assert num_asked == 1
     come_back.set()
     deadline_s = time.monotonic() + 60
@@ -345,7 +348,7 @@ def test_questions_are_asked_one_at_a_time() -> None:
         time.sleep(0.2)
         num_running -= 1
 
-    probe = Probe(limit_s=10.0)
+    probe = Probe(limit_s=60.0)
     threads = [threading.Thread(target=probe.ask, args=(question,)) for _ in range(3)]
     for thread in threads:
         thread.start()
