@@ -136,6 +136,7 @@ def enter_process_world(world: World, *, register_with_torch: bool | None = Fals
     """
     _default.process_world = world
     try:
+        world.note_thread_errors()
         if FLIGHT_RECORDER.read():
             # By its name: the recorder lies above this layer, which knows only what `observer.Recorder` says.
             importlib.import_module(_RECORDER).enable(world)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from disttrain._python.thread_errors import ThreadErrors
 from disttrain.ranks import Ranks
 from disttrain.store import Store
 from disttrain.store.responder import Responder
@@ -76,6 +77,7 @@ class WorldLike(Protocol):
     witness: Responder | None
     recall: Callable[[str, int], dict[str, Any] | None]
     main_place: Callable[[], str]
+    thread_errors: ThreadErrors | None
 
     @property
     def groups(self) -> Sequence[GroupLike]: ...

@@ -13,6 +13,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 import torch
 
+from disttrain._python.thread_errors import ThreadErrors
 from disttrain.errors import GroupError
 from disttrain.process_group._c10d import forget_ranks
 from disttrain.process_group.group import DROPPED_S, ProcessGroup
@@ -63,7 +64,7 @@ class World:
     `connecting`: connects groups as other ranks ask. `comparing`: what ranks tell each other that wait for long.
     `stopping`: what becomes of a notice that the job has to go.
     `recall`: what this rank has called as a group's collective of a number, and `main_place`: where its main thread is,
-    as far as the recorder knows.
+    as far as the recorder knows. `thread_errors`: what has ended other threads of this process, once it is a rank.
     `tells_host`: whether it has said in the store on which host it is, as all ranks of the job do then.
     `compares_calls`: whether the ranks compare each collective first (DISTTRAIN_DEBUG=detail); `witness` answers for
     this rank after another's timeout.
@@ -96,6 +97,7 @@ class World:
         self.witness: Responder | None = None
         self.refusals = Refusals(self)
         self._script_end: ScriptEnd | None = None
+        self.thread_errors: ThreadErrors | None = None
         self.connecting = Connecting(self)
         self.comparing = Comparing(self)
         self.recall: Callable[[str, int], dict[str, Any] | None] = lambda group_name, sequence: None
@@ -219,6 +221,11 @@ class World:
         companion: Companion = self._companions[kind]
         return companion
 
+    def note_thread_errors(self) -> None:
+        """From now on, keep what ends other threads: the main thread may wait for them, and the others for it."""
+        if self.thread_errors is None:
+            self.thread_errors = ThreadErrors()
+
     def become_witness(self) -> None:
         """From now on, tell other ranks how far this one has come when they ask, and hear what they refuse."""
         if self.witness is None:
@@ -269,6 +276,8 @@ class World:
         self.connecting.close()
         if self._script_end is not None:
             self._script_end.close()
+        if self.thread_errors is not None:
+            self.thread_errors.close()
         if self.witness is not None:
             self.comparing.leave()
         end_s = time.monotonic() + DROPPED_S

@@ -19,10 +19,10 @@ from typing import IO, Final
 
 from disttrain.settings import environment
 
-_ANSWER_S: Final = 100.0
+_ANSWER_S: Final = 300.0
 """The time that the parent may take for an answer. Before the first one it loads torch, perhaps on a busy machine."""
 
-_END_S: Final = 10.0
+_END_S: Final = 30.0
 """The time that it may take to end its workers and itself."""
 
 _MODULES_BYTES: Final = 1 << 15

@@ -17,7 +17,7 @@ from disttrain.testing.frames import read_frame, write_frame
 
 _GRACE_S = 10.0
 """The time that the other ranks may go on after one has failed."""
-_START_S = 100.0
+_START_S = 300.0
 """The time that a worker may take to load torch on a busy machine."""
 
 _NUM_PARENTS = 2
@@ -82,7 +82,7 @@ class RankPool:
         arguments: dict[str, Any] | None = None,
         *,
         backend: str | None = None,
-        timeout_s: float = 60.0,
+        timeout_s: float = 180.0,
     ) -> list[Any]:
         """Call the module-level `function` with keyword `arguments` on every rank of a new world.
 

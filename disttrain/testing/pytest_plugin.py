@@ -28,7 +28,7 @@ def rank_pool() -> Iterator[RankPool]:
 
 
 def on_ranks(
-    *world_sizes: int, backend: str | None = None, timeout_s: float = 60.0
+    *world_sizes: int, backend: str | None = None, timeout_s: float = 180.0
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the test's body on every rank of a world of each of these sizes; values of fixtures are not passed on."""
 

@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 def run_threads(
-    world_size: int, function: Callable[..., Result], *arguments: Any, timeout_s: float = 60.0
+    world_size: int, function: Callable[..., Result], *arguments: Any, timeout_s: float = 180.0
 ) -> list[Result]:
     """Call `function(*arguments)` on `world_size` ranks, each a thread with a world of its own on the CPU.
 

@@ -46,7 +46,7 @@ def test_its_programs_run_elsewhere(wheel: Path, tmp_path: Path) -> None:
 
     def said(*command: str) -> str:
         done = subprocess.run(
-            ["env", *command], cwd=tmp_path, env=variables, capture_output=True, text=True, check=True, timeout=60
+            ["env", *command], cwd=tmp_path, env=variables, capture_output=True, text=True, check=True, timeout=360
         )
         return done.stdout
 

@@ -46,7 +46,7 @@ class ForkServer:
         return ForkedProcess(self, arguments, env=environ, text=True, **pipes)
 
     def run(
-        self, *arguments: str | Path, environ: Mapping[str, str], limit_s: float = 100.0
+        self, *arguments: str | Path, environ: Mapping[str, str], limit_s: float = 360.0
     ) -> subprocess.CompletedProcess[str]:
         """Run `python *arguments` to its end, without an input."""
         # Its output goes to files: what it leaves running may hold them open, and pipes would be waited for.
@@ -98,7 +98,7 @@ class ForkedProcess(subprocess.Popen[AnyStr]):
     def close(self) -> None:
         """Kill it if it still runs, and close its pipes."""
         self.kill()
-        self.wait(10.0)
+        self.wait(60.0)
         for stream in (self.stdin, self.stdout, self.stderr):
             if stream is not None:
                 with suppress(BrokenPipeError):

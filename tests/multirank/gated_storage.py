@@ -28,7 +28,7 @@ class GatedStorage(LocalStorage):
                 fcntl.flock(file, fcntl.LOCK_SH)
         super().write_file(path, parts)
 
-    def wait_until_reached(self, limit_s: float = 60.0) -> None:
+    def wait_until_reached(self, limit_s: float = 240.0) -> None:
         """Until somebody wants to write data."""
         until_s = time.monotonic() + limit_s
         while not self._reached.exists():

@@ -71,7 +71,7 @@ def test_two_axes() -> None:
     assert_as_a_whole(attention, mesh, (4, 2), rule, [[Shard(1), Shard(1)]] * 3)
 
 
-@on_ranks(2, timeout_s=110)
+@on_ranks(2, timeout_s=360)
 def test_within_a_graph() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")

@@ -24,7 +24,7 @@ from disttrain.store import PrefixStore
 from disttrain.testing import RankPool, run_threads
 from tests.multirank.gated_storage import GatedStorage
 
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 
 
 def state_of(step: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from disttrain import barrier, get_rank
 from disttrain.checkpoint import Checkpointer, async_save, load_full
 from disttrain.testing import RankPool
 
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 
 
 def save_at_once(directory: str) -> list[str]:

@@ -18,7 +18,7 @@ from disttrain.errors import CheckpointError
 from disttrain.testing import RankPool
 from tests.multirank.faulty_storage import NEVER, FaultyStorage
 
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 SHAPE = (8, 40_001)
 """Of what is sharded: each rank's part is large enough to be written past the page cache, but for its end."""
 

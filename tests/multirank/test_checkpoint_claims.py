@@ -19,7 +19,7 @@ from disttrain.errors import CheckpointError
 from disttrain.testing import RankPool
 from tests.multirank.lockless_storage import LocklessStorage
 
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 
 
 @pytest.fixture(scope="module")

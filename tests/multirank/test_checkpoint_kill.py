@@ -18,7 +18,7 @@ from tests.forkserver.server import listening
 @pytest.mark.parametrize("how", ["exchange", "rename", "steps"])
 def test_a_killed_save_leaves_the_old_state_or_the_new(tmp_path: Path, how: str) -> None:
     program = [sys.executable, str(Path(__file__).with_name("killed_saves.py")), str(tmp_path / "saves"), "7", how]
-    run = subprocess.run(program, capture_output=True, text=True, timeout=100, check=False)
+    run = subprocess.run(program, capture_output=True, text=True, timeout=360, check=False)
     assert (run.returncode, run.stderr) == (0, "")
     outcomes = json.loads(run.stdout)
     assert outcomes["old"] > (20 if how == "steps" else 8)

@@ -82,7 +82,7 @@ def _given() -> torch.Tensor:
     return torch.arange(12.0).view(6, 2) + disttrain.get_rank()
 
 
-@on_ranks(2, timeout_s=110)
+@on_ranks(2, timeout_s=360)
 def test_a_graph_holds_what_returns_nothing() -> None:
     for program in (reduced, reduced_where_it_came, sent_to_all, gathered, cut):
         torch._dynamo.reset()
@@ -92,7 +92,7 @@ def test_a_graph_holds_what_returns_nothing() -> None:
         torch.testing.assert_close(given, expected)  # written to, or not, in both ways
 
 
-@on_ranks(2, timeout_s=110)
+@on_ranks(2, timeout_s=360)
 def test_gradients_pass_as_without_a_compiler() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(summed, backend="aot_eager", fullgraph=True)
@@ -104,7 +104,7 @@ def test_gradients_pass_as_without_a_compiler() -> None:
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
-@on_ranks(2, timeout_s=110)
+@on_ranks(2, timeout_s=360)
 def test_others_break_the_graph_or_say_why() -> None:
     for program in (with_a_handle, to_one, messages):
         torch._dynamo.reset()

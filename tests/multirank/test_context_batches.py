@@ -163,7 +163,7 @@ def pretrained(name: str) -> Any:
     return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, attn_implementation=name)).double()
 
 
-@on_ranks(2, 3, timeout_s=100)
+@on_ranks(2, 3, timeout_s=360)
 @pytest.mark.parametrize("name", ["sdpa", "eager", "qwen2", "gemma3"])
 def test_models_of_transformers_train_as_they_are(name: str) -> None:
     mesh, tokens = axis(), rows(11)

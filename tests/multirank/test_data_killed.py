@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tests.forkserver.process import ForkServer
 
 SCRIPT = Path(__file__).with_name("killed_trainer.py")
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

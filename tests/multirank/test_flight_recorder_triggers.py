@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tests.forkserver.process import ForkServer
 
 WORLD_SIZE = 3
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 JOB = """
 import os
 import sys

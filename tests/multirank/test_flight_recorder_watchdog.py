@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tests.forkserver.process import ForkServer
 
 WORLD_SIZE = 2
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 JOB = """
 import logging
 import sys

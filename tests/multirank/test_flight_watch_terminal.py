@@ -29,7 +29,7 @@ def test_it_ends_by_q(tmp_path: Path) -> None:
     assert termios.tcgetattr(theirs)[3] & termios.ICANON == 0
     os.write(ours, b"q")
     # Whoever writes to a terminal that nobody reads waits; what it leaves is little.
-    _, errors = watching.communicate(timeout=60)
+    _, errors = watching.communicate(timeout=240)
     assert (watching.returncode, errors) == (0, b"")
     assert termios.tcgetattr(theirs)[3] == before[3]
     os.close(ours)

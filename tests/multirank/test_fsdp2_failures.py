@@ -213,7 +213,7 @@ def test_ranks_hear_of_what_one_of_them_does_alone(name: str) -> None:
         # Who stays, as after an exception that was caught, is not missed because it has left.
         disttrain.current_world().store.wait(["was told"], 30)
         return
-    assert time.monotonic() - began_s < 8
+    assert time.monotonic() - began_s < 40
     disttrain.current_world().store.set("was told", b"")
 
 

@@ -242,7 +242,7 @@ def test_other_dtypes_and_nothing_at_all(dtype: str) -> None:
 
 
 @pytest.mark.sweep(0)
-@on_ranks(2, timeout_s=110)
+@on_ranks(2, timeout_s=360)
 def test_compiled_by_inductor() -> None:
     rank = disttrain.get_rank()
 

@@ -44,7 +44,7 @@ def chained(tensor: torch.Tensor) -> Outputs:
 
 
 @pytest.mark.sweep(0)
-@on_ranks(2, timeout_s=110)
+@on_ranks(2, timeout_s=360)
 def test_values_are_those_of_the_program_as_written() -> None:
     rank = disttrain.get_rank()
     for function in (overwritten, aliased, chained):
@@ -92,7 +92,7 @@ def small(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(2, -1) @ tensor.reshape(-1, 2)
 
 
-@on_ranks(1, timeout_s=110)
+@on_ranks(1, timeout_s=360)
 def test_ranks_with_different_graphs_call_the_same_in_the_same_order() -> None:
     def of_rank(rank: int) -> Callable[[torch.Tensor], torch.Tensor]:
         def step(tensor: torch.Tensor) -> torch.Tensor:

@@ -47,7 +47,7 @@ class Keeper(nn.Module):
 
 
 @pytest.mark.sweep(1)
-@on_ranks(1, timeout_s=110)
+@on_ranks(1, timeout_s=360)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_meshes_and_placements_leave_a_graph_as_they_are(backend: str) -> None:
     with alone(2):
@@ -75,7 +75,7 @@ def summed(x: DTensor) -> torch.Tensor:
     )
 
 
-@on_ranks(2, timeout_s=110)
+@on_ranks(2, timeout_s=360)
 def test_a_graph_finds_the_groups_of_its_meshes() -> None:
     torch._dynamo.reset()
     mesh = mesh_of((1, 2))

@@ -75,7 +75,7 @@ def test_giving_up_ends_what_waits(is_connected: bool) -> None:
         began_s = time.monotonic()
         with pytest.raises(BackendError, match="aborted on this rank"):
             disttrain.all_reduce(torch.ones(2), group=group)
-        assert time.monotonic() - began_s < 20
+        assert time.monotonic() - began_s < 50
         timer.join()
         with pytest.raises(GroupError, match="has been destroyed"):
             disttrain.barrier(group)
@@ -189,7 +189,7 @@ def test_what_nobody_waits_for_holds_up_no_end() -> None:
         disttrain.all_reduce(torch.ones(4), group=group, async_op=True)
         began_s = time.monotonic()
         disttrain.destroy_process_group(group)
-        assert 4 < time.monotonic() - began_s < 30
+        assert 4 < time.monotonic() - began_s < 50
     disttrain.barrier()
 
 
@@ -216,16 +216,16 @@ def test_who_has_its_part_may_leave_while_others_still_connect() -> None:
 @on_ranks(2)
 def test_connecting_has_one_timeout() -> None:
     """Rank 1 comes when half of it is over, connects, and comes too late to where they meet."""
-    group = disttrain.new_group(timeout=4)
+    group = disttrain.new_group(timeout=12)
     assert isinstance(group, ProcessGroup)
     store, began_s = group.world.store, time.monotonic()
     if disttrain.get_rank() == 0:
-        with pytest.raises(CollectiveTimeoutError, match="within 4 s"):
+        with pytest.raises(CollectiveTimeoutError, match="within 12 s"):
             disttrain.barrier(group)
-        assert time.monotonic() - began_s < 5.5
+        assert time.monotonic() - began_s < 17
         store.set("rank 0 has given up", b"")
     else:
-        time.sleep(2)
+        time.sleep(6)
         with mock.patch.object(GlooBackend, "_meet"):
             group.backend("barrier", "cpu")
         store.wait(["rank 0 has given up"])
@@ -243,7 +243,7 @@ def test_sums_of_nothing_hold_up_no_end() -> None:
     disttrain.reduce_scatter_tensor(torch.empty(0), torch.empty(0), group=group, async_op=True)
     began_s = time.monotonic()
     disttrain.destroy_process_group(group)
-    assert time.monotonic() - began_s < 2
+    assert time.monotonic() - began_s < 4.5
     disttrain.barrier()
 
 

@@ -31,7 +31,7 @@ def part(whole: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.sweep(1)
-@on_ranks(2, timeout_s=110)
+@on_ranks(2, timeout_s=360)
 @pytest.mark.parametrize(("reduction", "backend"), [("none", "aot_eager"), ("mean", "inductor")])
 def test_compiled_steps(reduction: str, backend: str) -> None:
     torch._dynamo.reset()

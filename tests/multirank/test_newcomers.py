@@ -78,7 +78,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) ->
 
 
 @pytest.mark.sweep(2)
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("commands", COMMANDS, ids=lambda commands: commands[-1])
 def test_commands_of_the_readme_run(commands: list[str], folder: Path, fork_server: ForkServer) -> None:
     """Those of a block, one after the other; the first was run for `folder`."""
@@ -89,7 +89,7 @@ def test_commands_of_the_readme_run(commands: list[str], folder: Path, fork_serv
             env=environment(),
             capture_output=True,
             text=True,
-            timeout=270,  # four ranks share two cores
+            timeout=860,  # four ranks share two cores
             check=False,
         )
         assert (done.returncode != 0) == (command in FAIL), done.stdout + done.stderr

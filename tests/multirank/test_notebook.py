@@ -273,7 +273,7 @@ def test_an_interrupt_ends_the_ranks(body: str, fork_server: ForkServer, tmp_pat
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=LIMIT_S)
     assert out.splitlines() == ["interrupted", "True"], err
-    assert psutil.wait_procs(ranks, timeout=10)[1] == []
+    assert psutil.wait_procs(ranks, timeout=60)[1] == []
 
 
 def test_ranks_end_with_the_process(fork_server: ForkServer, tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_ranks_end_with_the_process(fork_server: ForkServer, tmp_path: Path) -> 
     process, ranks = _started(fork_server, tmp_path, "time.sleep(1000)")
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=LIMIT_S)
-    assert psutil.wait_procs(ranks, timeout=10)[1] == []
+    assert psutil.wait_procs(ranks, timeout=60)[1] == []
 
 
 CELLS = [block.text for block in blocks("docs/notebooks.md") if block.title.startswith(CELL)]

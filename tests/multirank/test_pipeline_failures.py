@@ -26,7 +26,7 @@ from tests.cases.pipelines import mean_square, mlp, rows
 if TYPE_CHECKING:
     from tests.forkserver.process import ForkServer
 
-SECONDS = 20
+SECONDS = 40
 """Much more than it takes, and much less than the timeout."""
 
 
@@ -278,7 +278,7 @@ from disttrain.errors import DisttrainError
 from disttrain.store import TCPStore
 when, rank, host, port = sys.argv[1:]
 store = TCPStore(host, int(port), wait_for_workers=False)
-disttrain.init_process_group("gloo", store=store, rank=int(rank), world_size=3, timeout=60)
+disttrain.init_process_group("gloo", store=store, rank=int(rank), world_size=3, timeout=240)
 given = setup()
 if given.index == 1:
     given.module = Failing(given.module, 7, when, lambda: os.kill(os.getpid(), signal.SIGKILL))
@@ -307,7 +307,7 @@ def test_a_rank_is_killed(when: str, tmp_path: Path, fork_server: ForkServer) ->
         for rank in range(3):
             arguments = (when, str(rank), store.host, str(store.port))
             ranks.append(fork_server.start(script, *arguments, environ=environ))
-        codes = [rank.wait(100) for rank in ranks]
+        codes = [rank.wait(360) for rank in ranks]
         outputs = [rank.stdout.read() for rank in ranks if rank.stdout is not None]
     finally:
         for rank in ranks:

@@ -125,7 +125,7 @@ def attempt_alone(name: str, *, is_connected: bool) -> None:
     reason, attempt = ATTEMPTS[name]
     rank = disttrain.get_rank()
     # Letting go of the group may take Gloo as long as that.
-    group = disttrain.new_group(timeout=25)
+    group = disttrain.new_group(timeout=100)
     assert isinstance(group, disttrain.ProcessGroup)
     if is_connected:
         disttrain.barrier(group)
@@ -139,7 +139,7 @@ def attempt_alone(name: str, *, is_connected: bool) -> None:
         with pytest.raises((CollectiveMismatchError, GroupError), match=f"rank {ALONE} refused") as told:
             attempt_and_meet(attempt, group)
         assert reason in str(told.value)
-        assert time.monotonic() - began_s < 20
+        assert time.monotonic() - began_s < 60
         with pytest.raises(GroupError, match=f"has ended: rank {ALONE} refused"):
             disttrain.barrier(group)
     disttrain.destroy_process_group(group)

@@ -118,7 +118,7 @@ def test_a_leader_that_is_interrupted_passes_the_lead_on(store: TCPStore) -> Non
             assert leader.ident is not None
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(leader.ident), ctypes.py_object(Interruption))
             store.set(f"k{number}", "1")
-            assert [future.result(10.0) for future in followers] == [b"1"] * 4
+            assert [future.result(60.0) for future in followers] == [b"1"] * 4
             leader.join()
     assert len(interrupted) == 20
     assert not channel._calls
@@ -154,12 +154,12 @@ def test_listeners_share_a_connection_and_are_closed_each_on_its_own(store: TCPS
         for number in (0, 3):
             listeners[number].close()
             with pytest.raises(StoreConnectionError, match="it was closed"):
-                waiting[number].result(10.0)
+                waiting[number].result(60.0)
             with pytest.raises(StoreConnectionError, match="it was closed"):
                 listeners[number].get("anything")
         for number in (1, 2, 4):
             counted.queue_push(f"heard/q{number}", str(number))
-            assert waiting[number].result(10.0) == str(number).encode()
+            assert waiting[number].result(60.0) == str(number).encode()
         # What a closed one waited for takes nothing.
         counted.queue_push("heard/q0", "kept")
         assert counted.queue_len("heard/q0") == 1

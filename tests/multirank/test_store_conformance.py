@@ -176,7 +176,7 @@ def test_timeouts_name_the_missing_keys(store: Store) -> None:
         store.get("a")
     with pytest.raises(TimeoutError, match="multi_get: 1 of 2 keys"):
         store.multi_get(["a", "b"])
-    assert 3 * SOON_S <= time.monotonic() - started_s < 3
+    assert 3 * SOON_S <= time.monotonic() - started_s < 25
     assert store.get("b") == b"here"
 
 
@@ -239,7 +239,7 @@ def test_closing_fails_what_waits(store: Store, threads: ThreadPoolExecutor) -> 
     clone.close()
     for future in waiting:
         with pytest.raises(StoreConnectionError, match="closed"):
-            future.result(5)
+            future.result(60)
 
 
 def test_limits_are_named_and_the_store_lives_on(store: Store) -> None:

@@ -25,7 +25,7 @@ ENGINES = [engine for engine in ("pyuv", "uvloop") if importlib.util.find_spec(e
 HOST = "127.0.0.1"
 TOKEN = new_token()
 PATIENCE_S = 3.0
-SOON_S = 20.0
+SOON_S = 80.0
 
 
 class Pair:
@@ -309,7 +309,7 @@ def test_a_silent_leader_is_not_replaced_when_most_still_have_it(one_pair: Pair,
     freeze(one_pair.standby.pid)
     began_s = time.monotonic()
     assert one_pair.store.add("sum", 1) == 1
-    assert time.monotonic() - began_s < PATIENCE_S + 4 * BEAT_S + 3
+    assert time.monotonic() - began_s < PATIENCE_S + 4 * BEAT_S + SOON_S / 2
     os.kill(one_pair.standby.pid, signal.SIGCONT)
     one_pair.wait_until_ready()
     assert one_pair.store.addresses[0] == (HOST, one_pair.leader.port)

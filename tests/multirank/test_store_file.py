@@ -19,7 +19,7 @@ from disttrain.store import FileStore
 COUNTER = """
 import sys
 from disttrain.store import FileStore
-store = FileStore(sys.argv[1], timeout=60.0)
+store = FileStore(sys.argv[1], timeout=240.0)
 store.barrier("start", 4)
 for _ in range(100):
     store.add("counter", 1)
@@ -31,22 +31,22 @@ print(store.get("counter").decode())
 def test_processes_share_a_counter_and_barriers(tmp_path: Path) -> None:
     command = [sys.executable, "-c", COUNTER, str(tmp_path / "store")]
     workers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    assert [worker.communicate(timeout=60)[0] for worker in workers] == ["400\n"] * 4
+    assert [worker.communicate(timeout=240)[0] for worker in workers] == ["400\n"] * 4
 
 
 @pytest.mark.parametrize("num_bytes", [1, 4, 7, 8, 9, 20])
 def test_a_record_that_its_writer_did_not_finish_is_cut_off(tmp_path: Path, num_bytes: int) -> None:
     path = tmp_path / "store"
-    store = FileStore(path, timeout=10.0)
+    store = FileStore(path, timeout=60.0)
     store.set("a", "1")
     whole_bytes = path.stat().st_size
     store.set("b", "a value that is longer than the next one")
     os.truncate(path, whole_bytes + num_bytes)
-    other = FileStore(path, timeout=10.0)
+    other = FileStore(path, timeout=60.0)
     assert other.get("a") == b"1"
     assert not other.check(["b"])
     other.set("c", "2")
-    third = FileStore(path, timeout=10.0)
+    third = FileStore(path, timeout=60.0)
     assert third.multi_get(["a", "c"]) == [b"1", b"2"]
     assert third.num_keys() == 2
     for each in (store, other, third):
@@ -97,7 +97,7 @@ def test_a_lock_that_is_never_let_go_hangs_nobody(tmp_path: Path) -> None:
         started_s = time.monotonic()
         with pytest.raises(StoreTimeoutError, match="held the file's lock"):
             store.set("a", "1")
-        assert time.monotonic() - started_s < 5.0
+        assert time.monotonic() - started_s < 40.0
         assert not store.check(["a"])
     store.set("a", "1")
     assert store.get("a") == b"1"
@@ -105,7 +105,7 @@ def test_a_lock_that_is_never_let_go_hangs_nobody(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_goes_on_with_a_view_of_its_own(tmp_path: Path) -> None:
-    store = FileStore(tmp_path / "store", timeout=10.0)
+    store = FileStore(tmp_path / "store", timeout=60.0)
     store.set("a", "1")
     child = os.fork()
     if child == 0:

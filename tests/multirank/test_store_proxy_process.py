@@ -24,7 +24,7 @@ from tests.surroundings.authority import Authority
 
 HOST = "127.0.0.1"
 TOKEN = new_token()
-SOON_S = 20.0
+SOON_S = 80.0
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from disttrain.store.protocol.wire import Op, encode
 from tests.surroundings.authority import Authority
 
 ENGINES = [engine for engine in ("pyuv", "uvloop") if importlib.util.find_spec(engine)]
-GONE_S = 10.0
+GONE_S = 60.0
 TOKEN = new_token()
 
 
@@ -40,7 +40,7 @@ def server(engine: str) -> Iterator[ServerProcess]:
     running.close()
 
 
-def connect(server: ServerProcess, timeout_s: float = 20.0) -> TCPStore:
+def connect(server: ServerProcess, timeout_s: float = 120.0) -> TCPStore:
     return TCPStore(server.host, server.port, timeout=timeout_s, token=TOKEN)
 
 
@@ -68,7 +68,7 @@ def test_a_frozen_server_hangs_nobody(server: ServerProcess) -> None:
             for asked in [pool.submit(client.set, "a", "1") for _ in range(4)]:
                 with pytest.raises(StoreTimeoutError, match="has not answered"):
                     asked.result()
-        assert time.monotonic() - started_s < 10.0
+        assert time.monotonic() - started_s < 60.0
     finally:
         os.kill(server.pid, signal.SIGCONT)
     client.set_timeout(20.0)

@@ -56,8 +56,7 @@ class Attending(nn.Module):
     ],
 )
 # Two graphs with a cold cache take 70 s where two tests share two cores.
-@pytest.mark.timeout(200)
-@on_ranks(2, timeout_s=180)
+@on_ranks(2, timeout_s=360)
 def test_half_a_compiled_block(half: str, backend: str, sequence: bool, overlap: bool | None) -> None:
     mesh = disttrain.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
@@ -87,7 +86,7 @@ def test_half_a_compiled_block(half: str, backend: str, sequence: bool, overlap:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == num_graphs, torch._dynamo.utils.counters["stats"]
 
 
-@on_ranks(2, timeout_s=110)
+@on_ranks(2, timeout_s=360)
 def test_a_compiled_module_that_gathers_its_input() -> None:
     mesh = disttrain.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
@@ -110,7 +109,7 @@ def test_a_compiled_module_that_gathers_its_input() -> None:
     check_gradients(module, alone)
 
 
-@on_ranks(2, timeout_s=110)
+@on_ranks(2, timeout_s=360)
 def test_blocks_that_are_compiled_one_by_one_share_a_graph() -> None:
     mesh = disttrain.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
@@ -131,7 +130,7 @@ def test_blocks_that_are_compiled_one_by_one_share_a_graph() -> None:
 
 
 @pytest.mark.sweep(1)
-@on_ranks(2, timeout_s=110)
+@on_ranks(2, timeout_s=360)
 @pytest.mark.parametrize("how", ["the sequence in place", "its first child"])
 def test_a_compiled_sequence_whose_first_child_gathers_its_input(how: str) -> None:
     """Dynamo passes over the frames of torch's modules, so that the child's hook begins a graph."""
@@ -162,8 +161,7 @@ def test_a_compiled_sequence_whose_first_child_gathers_its_input(how: str) -> No
 
 # Four ranks trace on two cores.
 @pytest.mark.sweep(0)
-@pytest.mark.timeout(200)
-@on_ranks(4, timeout_s=180)
+@on_ranks(4, timeout_s=360)
 def test_steps_of_compiled_blocks_whose_ranks_share_heads() -> None:
     mesh = disttrain.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
@@ -185,7 +183,7 @@ def test_steps_of_compiled_blocks_whose_ranks_share_heads() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, torch._dynamo.utils.counters["stats"]
 
 
-@on_ranks(3, timeout_s=110)
+@on_ranks(3, timeout_s=360)
 def test_a_compiled_block_whose_parts_differ() -> None:
     mesh = disttrain.init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
     torch.manual_seed(0)

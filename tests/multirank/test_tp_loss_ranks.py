@@ -36,7 +36,7 @@ CASES: dict[str, tuple[torch.Tensor, dict[str, Any]]] = {
 
 
 @pytest.mark.sweep(1)
-@on_ranks(2, timeout_s=110)
+@on_ranks(2, timeout_s=360)
 @pytest.mark.parametrize(
     ("name", "backend"), [("plain", "aot_eager"), ("all terms", "inductor"), ("probabilities", "aot_eager")]
 )
@@ -61,7 +61,7 @@ def test_compiled_steps_from_hidden_states_to_gradients(name: str, backend: str)
     torch.testing.assert_close(results[1], results[0], **tolerance)
 
 
-@on_ranks(2, timeout_s=110)
+@on_ranks(2, timeout_s=360)
 def test_compiled_steps_of_dtensors() -> None:
     mesh = mesh_of((2,))
     torch._dynamo.reset()

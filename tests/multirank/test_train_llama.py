@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 SCRIPT = EXAMPLES / "train_llama.py"
 TINY = ("--model", "tiny", "--data", str(SCRIPT.parent), "--seq", "32", "--batch", "4", "--seed", "1")
 RUN = (*TINY, "--steps", "30", "--save-every", "5", "--eval-every", "6")
-LIMIT_S = 100.0
+LIMIT_S = 360.0
 
 
 def start(server: ForkServer, folder: Path, *argv: str | Path) -> subprocess.Popen[str]:

@@ -41,7 +41,7 @@ def run(rank_pool: RankPool, text: Path) -> Run:
     def losses_of(num_ranks: int, out: Path, *flags: str, num_steps: int = 4) -> dict[str, list[float]]:
         steps = ("--steps", str(num_steps), "--eval-every", "4", "--data", str(text), "--out", str(out))
         arguments = [*SMALL, *EXPERTS, *steps, "--save-every", "0", *flags]
-        rank_pool.run(num_ranks, trained, {"arguments": arguments}, timeout_s=100)
+        rank_pool.run(num_ranks, trained, {"arguments": arguments}, timeout_s=360)
         return losses(out)
 
     return losses_of

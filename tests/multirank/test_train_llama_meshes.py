@@ -60,7 +60,7 @@ def run(rank_pool: RankPool, text: Path) -> Run:
         model.mkdir(exist_ok=True)
         (model / "config.json").write_text(json.dumps({**MODEL, "num_hidden_layers": num_layers}))
         paths = ("--model", str(model), "--data", str(text), "--out", str(out))
-        rank_pool.run(num_ranks, trained, {"arguments": [*RUN, *paths, "--save-every", "0", *flags]}, timeout_s=100)
+        rank_pool.run(num_ranks, trained, {"arguments": [*RUN, *paths, "--save-every", "0", *flags]}, timeout_s=360)
         return losses(out)
 
     return losses_of
@@ -94,7 +94,7 @@ def saved(rank_pool: RankPool, text: Path) -> Path:
     out = text.parent / "saved"
     flags = [*SMALL, "--steps", "4", "--save-every", "2", "--eval-every", "4", "--sample", "0", "--data", str(text)]
     flags += ["--mesh", "dp=2,tp=2", "--out", str(out), "--export", str(text.parent / "exported")]
-    rank_pool.run(4, trained, {"arguments": flags}, timeout_s=100)
+    rank_pool.run(4, trained, {"arguments": flags}, timeout_s=360)
     return out
 
 
@@ -114,7 +114,7 @@ def test_a_save_goes_on_on_any_mesh_as_if_nothing_had_happened(
     shutil.copytree(saved, out)
     shutil.rmtree(out / "checkpoints" / "step-00000004")
     arguments = ["--resume", "--out", str(out), "--sample", "0", *flags]
-    rank_pool.run(num_ranks, trained, {"arguments": arguments}, timeout_s=100)
+    rank_pool.run(num_ranks, trained, {"arguments": arguments}, timeout_s=360)
     undisturbed, resumed = losses(saved), losses(out)
     assert len(resumed["loss"]) == 4
     for name, expected in undisturbed.items():

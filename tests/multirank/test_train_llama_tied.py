@@ -33,7 +33,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(rank_pool: RankPool, mesh: str, out: Path, *flags: str) -> dict[str, list[float]]:
     num_ranks = math.prod(int(part.partition("=")[2]) for part in mesh.split(","))
     arguments = [*flags, "--mesh", mesh, "--out", str(out)]
-    rank_pool.run(num_ranks, trained, {"arguments": arguments}, timeout_s=100)
+    rank_pool.run(num_ranks, trained, {"arguments": arguments}, timeout_s=360)
     return losses(out)
 
 

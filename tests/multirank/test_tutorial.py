@@ -62,7 +62,7 @@ def _follow(folder: Path, variables: Mapping[str, str]) -> None:
 
 
 @pytest.mark.sweep(0)
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_the_tutorial_does_what_it_shows(tmp_path: Path, fork_server: ForkServer) -> None:
     programs = tmp_path / "programs"
     programs.mkdir()
@@ -77,7 +77,7 @@ def test_the_tutorial_does_what_it_shows(tmp_path: Path, fork_server: ForkServer
     _follow(tmp_path / "empty", {**variables, "PATH": f"{programs}{os.pathsep}{variables.get('PATH', os.defpath)}"})
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("base", PYTHONS)
 def test_the_tutorial_does_with_the_wheel_what_it_shows(tmp_path: Path, base: str) -> None:
     variables = new_environment(tmp_path / "environment", built_wheel(tmp_path / "wheel"), base)

@@ -40,7 +40,7 @@ def copied() -> nn.Module:
     store, rank, size = world.store.clone(), world.rank, world.world_size
     disttrain.destroy_process_group()
     disttrain.init_process_group(
-        store=PrefixStore("ddp", store), rank=rank, world_size=size, timeout=30, register_with_torch=True
+        store=PrefixStore("ddp", store), rank=rank, world_size=size, timeout=120, register_with_torch=True
     )
     model = Llama(PRESETS["tiny"])
     model.init(SEED)

@@ -21,7 +21,7 @@ from pathlib import Path
 from tests.surroundings.programs import needs_root, program
 
 NODES = ("127.0.0.1", "127.0.0.2")
-LIMIT_S = 20.0
+LIMIT_S = 90.0
 _LINES = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -128,7 +128,7 @@ def _wait(is_there: Callable[[], bool], folder: Path) -> None:
 def _end(daemon: subprocess.Popen[bytes]) -> None:
     daemon.terminate()
     try:
-        daemon.wait(10)
+        daemon.wait(60)
     except subprocess.TimeoutExpired:
         daemon.kill()
         daemon.wait()

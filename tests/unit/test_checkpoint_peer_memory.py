@@ -126,9 +126,9 @@ def test_a_reader_may_rest_between_requests(
     memory: NodeMemory, server: FileServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(memory, A)
-    monkeypatch.setattr(exchange, "_STALL_S", 0.05)
+    monkeypatch.setattr(exchange, "_STALL_S", 0.5)
     with remote_file(server.address, A, "x") as file:
-        time.sleep(0.15)
+        time.sleep(1.0)
         buffer = bytearray(3)
         assert file.read_at(0, memoryview(buffer)) == 3
         assert buffer == b"abc"

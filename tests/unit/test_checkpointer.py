@@ -89,7 +89,7 @@ class SlowToRemove(LocalStorage):
 
     def remove_folder(self, path: Path) -> None:
         if not path.name.startswith(".claim-"):
-            assert self.may_remove.wait(30)
+            assert self.may_remove.wait(120)
         super().remove_folder(path)
 
 

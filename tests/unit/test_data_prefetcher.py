@@ -18,7 +18,7 @@ from disttrain.checkpoint import PerRank, load, save
 from disttrain.data import Loader, Prefetcher
 from disttrain.errors import DataError
 
-LIMIT_S = 10.0
+LIMIT_S = 60.0
 
 
 @pytest.fixture(autouse=True)
@@ -121,9 +121,9 @@ def test_a_batch_that_does_not_come_is_told_with_the_line() -> None:
         yield 0
         released.wait(LIMIT_S)
 
-    batches = Prefetcher(stuck(), timeout_s=0.05)
+    batches = Prefetcher(stuck(), timeout_s=1.0)
     assert next(batches) == 0
-    with pytest.raises(DataError, match=r"no batch has come within 0\.05 s; its thread is at .*threading\.py:\d+, in"):
+    with pytest.raises(DataError, match=r"no batch has come within 1 s; its thread is at .*threading\.py:\d+, in"):
         next(batches)
     released.set()
     batches.close()

@@ -50,7 +50,7 @@ class HandMoved:
 
     def _enter(self, function: str) -> None:
         if function in self.shut:
-            self.let_in.wait(10.0)
+            self.let_in.wait(60.0)
 
     def event(self) -> Event:
         return Event(self)
@@ -241,13 +241,13 @@ def test_who_cannot_set_marks_reads_those_there_are(monkeypatch: pytest.MonkeyPa
     }
     device.let_in.set()
     device.shut = set()
-    deadline_s = time.monotonic() + 5
+    deadline_s = time.monotonic() + 60
     while marks.read()[0] == found[0]:  # by the old clock
         assert time.monotonic() < deadline_s
 
 
 def test_a_clock_that_was_read_late_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_marks, "_MAX_ANSWER_S", 0.05)
+    monkeypatch.setattr(device_marks, "_MAX_ANSWER_S", 0.5)
     device = HandMoved()
     marks = _marked(device, range(3))
     device.go(1, 10.0)
@@ -255,7 +255,7 @@ def test_a_clock_that_was_read_late_is_none(monkeypatch: pytest.MonkeyPatch) -> 
     assert began_ns is not None
     device.shut = {"query"}
     assert marks.read() == {2: (None, None, None)}  # leaves a thread behind, which has recorded
-    time.sleep(1.0)
+    time.sleep(2.0)
     device.shut = {"record"}
     device.let_in.set()
     time.sleep(0.3)
@@ -263,10 +263,11 @@ def test_a_clock_that_was_read_late_is_none(monkeypatch: pytest.MonkeyPatch) -> 
     began_again_ns, *_ = marks.read()[0]
     device.let_in.set()
     assert began_again_ns is not None
-    assert abs(began_again_ns - began_ns) < 500_000_000
+    assert abs(began_again_ns - began_ns) < 1_500_000_000
 
 
 def test_the_clock_of_who_reads_is_not_set_again_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_marks, "_MAX_ANSWER_S", 30.0)
     device, is_reading, go_on = HandMoved(), threading.Event(), threading.Event()
     marks = _marked(device, range(3))
     device.go(1, 10.0)
@@ -276,13 +277,13 @@ def test_the_clock_of_who_reads_is_not_set_again_by_others(monkeypatch: pytest.M
     def wait(begin: Event, end: Event) -> float:
         monkeypatch.setattr(Event, "elapsed_time", elapsed_ms)
         is_reading.set()
-        go_on.wait(10.0)
+        go_on.wait(60.0)
         return elapsed_ms(begin, end)
 
     monkeypatch.setattr(Event, "elapsed_time", wait)
     first = threading.Thread(target=lambda: found.append(marks.read()))
     first.start()
-    assert is_reading.wait(10.0)
+    assert is_reading.wait(60.0)
     others = [threading.Thread(target=marks.read) for _ in range(2)]
     for other in others:
         device.now_ms += 5000.0
@@ -308,21 +309,23 @@ def test_a_driver_that_lets_nobody_in_has_not_come_to_the_last(monkeypatch: pyte
 
 
 def test_a_question_without_an_answer_is_left_alone() -> None:
-    come_back, num_asked = threading.Event(), 0
+    is_asked, come_back, num_asked = threading.Event(), threading.Event(), 0
 
     def question() -> int:
         nonlocal num_asked
         num_asked += 1
-        come_back.wait(10.0)
+        is_asked.set()
+        come_back.wait(60.0)
         return num_asked
 
     probe = Probe(limit_s=0.01)
     for _ in range(2):
         with pytest.raises(TimeoutError):
             probe.ask(question)
+    assert is_asked.wait(60.0)
     assert num_asked == 1
     come_back.set()
-    deadline_s = time.monotonic() + 5
+    deadline_s = time.monotonic() + 60
     while True:
         assert time.monotonic() < deadline_s
         with suppress(TimeoutError):
@@ -341,11 +344,11 @@ def test_questions_are_asked_one_at_a_time() -> None:
         nonlocal num_running, most_running
         num_running += 1
         most_running = max(most_running, num_running)
-        go_on.wait(10.0)
+        go_on.wait(60.0)
         time.sleep(0.2)
         num_running -= 1
 
-    probe = Probe(limit_s=10.0)
+    probe = Probe(limit_s=60.0)
     threads = [threading.Thread(target=probe.ask, args=(question,)) for _ in range(3)]
     for thread in threads:
         thread.start()

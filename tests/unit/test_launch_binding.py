@@ -144,7 +144,7 @@ def test_what_is_started_is_bound_and_the_starter_is_not() -> None:
     one = min(before)
     with inherited_by_children(Binding(frozenset({one}), frozenset({0}))):
         program = "import os; print(*os.sched_getaffinity(0)); print(open('/proc/self/numa_maps').readline())"
-        told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+        told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=True)
     cores, memory = told.stdout.splitlines()[:2]
     assert cores == str(one)
     assert "prefer" in memory or "default" in memory

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from pathlib import Path
 
 import msgpack
@@ -28,6 +29,12 @@ Traceback (most recent call last):
 ValueError: bad
 batch
 """
+RAISED = """\
+Traceback (most recent call last):
+  File "train.py", line 5, in <module>
+    raise ValueError("bad")
+ValueError: bad
+"""
 TORCHS = """\
 [rank1]: Traceback (most recent call last):
 [rank1]:   File "train.py", line 3, in <module>
@@ -52,6 +59,7 @@ def test_the_last_traceback_is_taken_with_those_that_led_to_it() -> None:
         "disttrain.errors.BackendError: all_reduce: the transport failed: [pair.cc] Connection closed by peer [::1]:2",
         "disttrain.errors.CollectiveMismatchError: barrier: not every rank came, nor can: rank 0 has left the job.",
         "disttrain.errors.CollectiveMismatchError: barrier: rank 1 refused all_reduce: it is a list.",
+        "CollectiveTimeoutError: barrier: not every rank came within 5 s: rank 1 is; its thread a has failed (Key",
         "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection reset by peer",
     ],
 )
@@ -61,6 +69,49 @@ def test_who_lost_a_peer_is_not_to_blame(message: str) -> None:
     assert last_words.is_consequence(TORCHS)
     assert last_words.summary(TORCHS).startswith("torch.distributed.DistBackendError: NCCL error")
     assert not last_words.is_consequence(f"{message}\n" + CHAINED)
+
+
+def test_of_a_thread_that_has_failed_the_name_is_taken_too() -> None:
+    said = "Exception in thread loader:\n" + CHAINED.partition("\n")[2]
+    assert last_words.excerpt("step 1\n" + said) == said.rstrip("\n")
+    assert last_words.is_own_error(said)
+
+
+@pytest.mark.parametrize("unfinished", ["loading 50%", "0%\r80%", " 50%|##  | 5/10 [00:01, 3.0it/s]", "\ufffd\ufffd"])
+def test_a_traceback_behind_an_unfinished_line_is_one(unfinished: str) -> None:
+    assert last_words.excerpt(unfinished + RAISED) == RAISED.rstrip("\n")
+    assert last_words.summary(unfinished + RAISED) == "ValueError: bad"
+    shown = Shown()
+    voice = HoldingVoice(shown)
+    voice.show_lines((unfinished + RAISED).encode())
+    assert shown.lines.decode() == unfinished + "\n"
+    assert voice.held.decode() == RAISED
+
+
+def test_of_a_stack_whose_beginning_is_lost_and_of_a_text_with_a_traceback_there_is_a_summary() -> None:
+    frames = '  File "train.py", line 3, in down\n    other(n)\n    ^^^^^^^^\n' * 100
+    assert last_words.summary(f"{frames}ValueError: bad\nbatch\n") == "ValueError: bad"
+    with_text = RAISED + "second line\n\nTraceback (most recent call last):\n not one\n"
+    assert last_words.summary(with_text) == "ValueError: bad"
+    assert last_words.excerpt("step 1\n" + with_text) == with_text.rstrip("\n")
+
+
+def test_an_exception_group_has_a_summary_and_its_parts_count() -> None:
+    group = traceback.format_exception(ExceptionGroup("two", [ValueError("bad"), ExceptionGroup("in", [OSError("x")])]))
+    lone = traceback.format_exception(_raised(ExceptionGroup("one", [OSError("Broken pipe")])))
+    chained = traceback.format_exception(_raised(_raised(ExceptionGroup("two", [_raised(ValueError("bad"))]))))
+    assert last_words.summary("".join(group)) == ""  # It was never raised, and there is no traceback.
+    assert last_words.summary("".join(lone)) == "ExceptionGroup: one (1 sub-exception)"
+    assert last_words.is_consequence("".join(lone))
+    assert last_words.summary("step 1\n" + "".join(chained)) == "ExceptionGroup: two (1 sub-exception)"
+    assert last_words.is_own_error("".join(chained))
+
+
+def _raised(error: Exception) -> Exception:
+    try:
+        raise error
+    except Exception as raised:  # noqa: BLE001
+        return raised
 
 
 def test_what_cpp_has_not_caught_is_read_as_well() -> None:

@@ -93,7 +93,7 @@ def _run_batch(folder: Path, launcher_exit_code: int, state: str) -> tuple[int, 
         program.chmod(0o755)
     environ = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "4711"}
     environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    done = subprocess.run(["bash", "job.sh"], cwd=folder, env=environ, timeout=60, check=False)
+    done = subprocess.run(["bash", "job.sh"], cwd=folder, env=environ, timeout=240, check=False)
     asked = folder / "asked"
     return done.returncode, asked.read_text() if asked.exists() else ""
 

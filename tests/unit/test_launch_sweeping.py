@@ -20,7 +20,7 @@ def test_what_old_rounds_left_in_the_store_goes() -> None:
     sweeper = Sweeper(lambda: nullcontext(store))
     for number in range(3):
         sweeper.begun(number, [])
-    until_s = time.monotonic() + 10.0
+    until_s = time.monotonic() + 60.0
     while set(store.list_keys()) != kept and time.monotonic() < until_s:
         time.sleep(0.001)  # a sweep tells nobody
     assert set(store.list_keys()) == kept
@@ -44,7 +44,7 @@ def test_the_store_of_a_job_does_not_grow_with_its_rounds(num_rounds: int) -> No
         sweeper.begun(number, agents)
         for thread in threading.enumerate():
             if thread.name == "sweeper":
-                thread.join(10.0)
+                thread.join(60.0)
         most_keys = max(most_keys, store.num_keys())
     assert most_keys <= 30
     assert set(store.list_keys("launch/beat/")) == {

@@ -40,7 +40,7 @@ def test_a_terminal_that_shows_nothing_blocks_nobody(ends: tuple[int, int]) -> N
 
     putting = threading.Thread(target=put, daemon=True)
     putting.start()
-    putting.join(10.0)
+    putting.join(60.0)
     assert not putting.is_alive()
     assert outlet.is_congested
     assert os.get_blocking(writing)
@@ -50,7 +50,7 @@ def test_a_terminal_that_shows_nothing_blocks_nobody(ends: tuple[int, int]) -> N
     read = bytearray()
     while len(read) < len(written):
         read += os.read(reading, 1 << 16)
-    flushing.join(10.0)
+    flushing.join(60.0)
     assert not flushing.is_alive()
     assert read == written
 

@@ -71,7 +71,7 @@ def test_pytest_runs_them(tmp_path: Path, option: tuple[str, ...], number: int) 
     (tmp_path / "test_cases.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.representatives", "-p", "no:cacheprovider"]
     command += ["-c", "/dev/null", "--rootdir", str(tmp_path), *option, str(tmp_path)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=REPOSITORY)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=REPOSITORY)
     assert f"{number} passed" in run.stdout, run.stdout + run.stderr
 
 

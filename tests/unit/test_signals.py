@@ -37,6 +37,6 @@ def test_a_helper_outlives_signals_to_all_from_its_start() -> None:
         helper.stdin.flush()
     said.append(helper.stdout.readline())
     assert said == ["begun\n", "ready\n", "lives\n"]
-    assert helper.wait(10) == 0
+    assert helper.wait(120) == 0
     helper.stdin.close()
     helper.stdout.close()

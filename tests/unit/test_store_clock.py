@@ -22,7 +22,7 @@ def test_the_offset_is_that_of_the_quickest_answer() -> None:
     assert ask_clock(store, lambda: next(times_s)) == (1000.0 - 110.5, 0.5)
     assert store.queue_len("clock") == 0
     served.close()
-    thread.join(10.0)
+    thread.join(60.0)
     assert not thread.is_alive()
 
 
@@ -58,7 +58,7 @@ def test_one_rank_of_a_machine_asks_and_not_all_at_once(num_machines: int) -> No
     assert all(told[rank] == told[rank - rank % 8] for rank in ranks)
     assert AskedStore.num_questions == NUM_QUESTIONS * num_machines
     served.close()
-    thread.join(10.0)
+    thread.join(60.0)
 
 
 def test_an_unanswered_question_is_asked_again_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,4 +72,4 @@ def test_an_unanswered_question_is_asked_again_more_rarely(monkeypatch: pytest.M
     assert clock.look(2.0) is not None
     assert clock.look(99.0) is None
     served.close()
-    thread.join(10.0)
+    thread.join(60.0)

@@ -49,7 +49,7 @@ def test_a_notice_is_heard_by_all_and_again_until_it_is_settled() -> None:
     # Who joins later reads what was said before.
     members.append(Responder(store, "news", 2, str.encode, lambda notice: hear(2, notice)))
     for _ in range(3):
-        assert is_done.acquire(timeout=20)
+        assert is_done.acquire(timeout=60)
     assert heard == {0: [b"first"], 1: [b"first"] * 2, 2: [b"first"] * 2}
     for member in members:
         member.close()

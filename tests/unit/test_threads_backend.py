@@ -51,7 +51,7 @@ def test_a_deadlock_is_reported_at_once() -> None:
         CollectiveMismatchError, match=r"deadlock: rank 0 waits in all_reduce SUM float32\[2\]; rank 1 waits"
     ):
         run_threads(3, body)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
 
 
 def test_both_receiving_is_a_deadlock() -> None:

@@ -82,7 +82,11 @@ class Dump:
     def is_in_transport(self) -> bool:
         """True when some thread was inside a collective or message, or connecting for its first."""
         inside = f"{self.package}process_group/"
-        threads = [thread for thread in self.threads if thread.is_main or not thread.name.startswith(BESIDE)]
+        threads = [
+            thread
+            for thread in self.threads
+            if thread.is_main or not (thread.failure or thread.name.startswith(BESIDE))
+        ]
         return any(frame.file.startswith(inside) for thread in threads for frame in thread.stack)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from disttrain.flight_recorder.dumps.dump import Dump
 from disttrain.flight_recorder.dumps.rings.reader import MarkedNs, decode_ring
-from disttrain.flight_recorder.record.process.python_stacks import failure_of, thread_stacks
+from disttrain.flight_recorder.record.process.python_stacks import failed_threads, failure_of, thread_stacks
 from disttrain.flight_recorder.record.record import GroupProgress
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def take_snapshot(
         dumped_s=time.time(),
         reason=reason,
         failure=None if error is None else failure_of(error),
-        threads=thread_stacks(),
+        threads=thread_stacks() + failed_threads(world.thread_errors),
         device_is_busy=device_is_busy,
     )
 

@@ -189,17 +189,26 @@ BESIDE: Final = "disttrain "
 """How the names of disttrain's own threads begin. They wait within it while nobody is in a collective."""
 
 
+THREAD_FAILED: Final = "failed: "
+
+
 @dataclass(frozen=True, slots=True)
 class ThreadStack:
     """The stack of one Python thread when the dump was made; disttrain's own frames are in it.
 
-    `activity` is what the system said of it: `running`, or the call it slept in; empty where that is not known.
+    `activity` is what the system said of it: `running`, or the call it slept in; empty where that is not known. Of a
+    thread that an exception has ended it is `failed: ` with the exception, and the stack is the exception's.
     """
 
     name: str
     is_main: bool
     stack: Stack
     activity: str = ""
+
+    @property
+    def failure(self) -> str:
+        """What has ended it, such as `ValueError: bad batch 17`; empty for a thread that lives."""
+        return self.activity.removeprefix(THREAD_FAILED) if self.activity.startswith(THREAD_FAILED) else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,8 @@ def _card(group: StackGroup) -> str:
 
 
 def _thread(dump: Dump, thread: ThreadStack) -> str:
-    return f'<h4>{escape(thread.name)}</h4><ol class="stack">{"".join(_frames(dump, thread.stack))}</ol>'
+    title = f"{thread.name}, which has failed: {thread.failure}" if thread.failure else thread.name
+    return f'<h4>{escape(title)}</h4><ol class="stack">{"".join(_frames(dump, thread.stack))}</ol>'
 
 
 def _frames(dump: Dump, stack: Stack) -> Iterator[str]:

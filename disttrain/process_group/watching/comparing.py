@@ -30,7 +30,8 @@ _MAX_REASON_CHARS: Final = 2000
 
 Answer = dict[str, Any]
 """The message of a rank: `come_to`, the number and name of its last collective in the group; `call`, what it has called
-as the one that is asked about, by `fields` and as `text`; `place`, where its main thread is."""
+as the one that is asked about, by `fields` and as `text`; `place`, where its main thread is, and which others have
+failed."""
 
 
 class _Wait:
@@ -101,9 +102,13 @@ class Comparing:
         said: Answer = {
             "come_to": (0, "") if group is None else group.come_to,
             "call": self._world.recall(group_name, sequence),
-            "place": self._world.main_place(),
+            "place": self._world.main_place() + self._lost_threads(),
         }
         return json.dumps(said).encode()
+
+    def _lost_threads(self) -> str:
+        errors = self._world.thread_errors
+        return "".join(f"; {error}" for error in errors.kept) if errors is not None else ""
 
     def hear(self, said: Mapping[str, Any]) -> None:
         """Some ranks' calls don't fit."""

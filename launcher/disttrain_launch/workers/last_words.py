@@ -12,10 +12,17 @@ _MAX_MESSAGE_LINES = 20
 _PREFIX = re.compile(r"^\[rank\d+\]: ?")
 """The text that torch puts before each line of a traceback."""
 _TRACEBACK = re.compile(r"^ *(\+ Exception Group )?Traceback \(most recent call last\):")
+_MARGIN = re.compile(r"^ *\| ?")
+"""Of the lines of an exception group."""
 _TERMINATED = re.compile(r"^terminate called ")
 """An exception of C++ that nobody has caught; the next line says which."""
 _FATAL = re.compile(r"^Fatal Python error: ")
 """A signal such as SIGSEGV, as `faulthandler` tells of it; Python's stack follows."""
+_JOINED = re.compile(r"(?<=[^\s|])(?=Traceback \(most recent call last\):$)", re.MULTILINE)
+"""The beginning of a traceback behind what was printed without an end of line, such as a bar."""
+_FRAME = re.compile(r'^  File ".*", line \d+, in ')
+_THREAD = re.compile(r"^Exception in thread ")
+"""The line before the traceback of what has ended a thread."""
 _OTHER_THREAD = re.compile(r"^Thread 0x[0-9a-f]+ .*\(most recent call first\):")
 _CHAINED = ("The above exception was the direct cause of", "During handling of the above exception")
 _CONSEQUENCE = re.compile(
@@ -23,6 +30,7 @@ _CONSEQUENCE = re.compile(
     r"|remote process (has )?(exited|terminated)|ncclRemoteError|communicator was aborted|peer (has )?died"
     r"|watchdog thread terminated with exception: NCCL error|Watchdog caught collective operation timeout"
     r"|has left the job|not every rank came, nor can|: rank \d+ refused |has ended: |StoreConnectionError"
+    r"|: not every rank came within .*; its thread .* has failed \("
 )
 """The words of transports and stores, ours and torch's, when somebody else has gone."""
 
@@ -71,7 +79,7 @@ def _of_current_thread(lines: list[str]) -> list[str]:
 
 def _lines(text: str) -> list[str]:
     # Of a progress bar the last state counts.
-    lines = [_PREFIX.sub("", line.rstrip("\r").rpartition("\r")[2]) for line in text.split("\n")]
+    lines = [_PREFIX.sub("", line.rstrip("\r").rpartition("\r")[2]) for line in _JOINED.sub("\n", text).split("\n")]
     while lines and not lines[-1].strip():
         lines.pop()
     return lines
@@ -80,12 +88,14 @@ def _lines(text: str) -> list[str]:
 def _first_of_chain(lines: list[str]) -> int | None:
     """The index of the line where the last traceback begins, or the first of those that it was chained to."""
     starts = [index for index, line in enumerate(lines) if _TRACEBACK.match(line)]
+    while starts[1:] and not _message(lines[starts[-1] :]):
+        starts.pop()  # It stands in an exception's own text.
     first = None
     while starts:
         first = starts.pop()
         before = next((line for line in reversed(lines[:first]) if line.strip()), "")
         if not before.startswith(_CHAINED):
-            break
+            return first - 1 if first and _THREAD.match(lines[first - 1]) else first
     return first
 
 
@@ -97,7 +107,16 @@ def _message(lines: list[str]) -> list[str]:
             return [line.strip().removeprefix("what():").strip() for line in after[:_MAX_MESSAGE_LINES]]
         if _FATAL.match(lines[index]) and not any(map(_TERMINATED.match, lines[:index])):
             return [lines[index]]
-        if _TRACEBACK.match(lines[index]):
-            begins = next((offset for offset, line in enumerate(after) if line.strip() and not line[0].isspace()), None)
-            return [] if begins is None else after[begins : begins + _MAX_MESSAGE_LINES]
-    return []
+        if begun := _TRACEBACK.match(lines[index]):
+            message = _after_frames([_MARGIN.sub("", line) for line in after] if begun[1] else after)
+            if message:  # Else it stands in an exception's own text.
+                return message
+    # Of a deep stack only the end may be there.
+    last = next((index for index in reversed(range(len(lines))) if _FRAME.match(lines[index])), None)
+    return [] if last is None else _after_frames(lines[last:])
+
+
+def _after_frames(lines: list[str]) -> list[str]:
+    """The message of an exception, which is not indented."""
+    begins = next((offset for offset, line in enumerate(lines) if line.strip() and not line[0].isspace()), None)
+    return [] if begins is None else lines[begins : begins + _MAX_MESSAGE_LINES]

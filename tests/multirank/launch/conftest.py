@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[3]
 MARK = "DISTTRAIN_TEST_JOB"
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def _end(launches: Launches) -> None:
         process.kill()
         process.wait()
     names = []
-    for left in launches.wait_gone(6.0):
+    for left in launches.wait_gone(60.0):
         with suppress(psutil.NoSuchProcess):
             names.append(" ".join(left.cmdline()))
             left.send_signal(signal.SIGKILL)

@@ -41,7 +41,7 @@ def test_workers_reach_the_store_with_their_token(launches: Launches) -> None:
         import os, stat
         from disttrain.store import TCPStore
         host, port = os.environ["DISTTRAIN_STORE"].rsplit(":", 1)
-        store = TCPStore(host, int(port), timeout=20)
+        store = TCPStore(host, int(port), timeout=120)
         store.barrier("all here", 2)
         mode = os.stat(os.environ["DISTTRAIN_TOKEN_FILE"]).st_mode
         token = open(os.environ["DISTTRAIN_TOKEN_FILE"]).read().strip()
@@ -104,7 +104,7 @@ def test_lines_are_never_torn_or_mixed(launches: Launches) -> None:
         stderr=subprocess.STDOUT,
         text=True,
         check=True,
-        timeout=60,
+        timeout=240,
     )
     lines = process.stdout.splitlines()
     for rank in range(4):
@@ -146,7 +146,7 @@ def test_on_a_terminal_prefixes_have_colours_and_a_bar_stays_below(launches: Lau
         command, cwd=launches.folder, env=launches.environ(), stdin=terminal, stdout=terminal, stderr=terminal
     )
     os.close(terminal)
-    assert process.wait(30) == 0
+    assert process.wait(240) == 0
     shown = os.read(ours, 65536)
     os.close(ours)
     assert shown.endswith(b"\r\x1b[2K\x1b[36m[rank 0]\x1b[0m 60%\r\n") or shown == b"\x1b[36m[rank 0]\x1b[0m 60%\r\n"

@@ -17,14 +17,14 @@ NAMES = "RANK WORLD_SIZE GROUP_RANK DISTTRAIN_ROUND TORCHELASTIC_RESTART_COUNT T
 TELLING = f"""
     import os, sys, time
     print("in", *[os.environ[name] for name in {NAMES.split()}], os.getpid(), flush=True)
-    until_s = time.monotonic() + 100
+    until_s = time.monotonic() + 300
     while not os.path.exists("finish") and time.monotonic() < until_s:
         time.sleep(0.05)
 """
 
 
 def start(launches: Launches, port: int, nodes: str, *argv: str) -> subprocess.Popen[str]:
-    conf = "last_call_timeout=2,keep_alive_interval=0.2,keep_alive_max_attempt=10,join_timeout=20"
+    conf = "last_call_timeout=2,keep_alive_interval=0.2,keep_alive_max_attempt=30,join_timeout=60"
     meeting = ("--nnodes", nodes, "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", conf)
     return launches.start(*meeting, *argv)
 
@@ -43,7 +43,7 @@ def test_a_failed_worker_is_started_again(launches: Launches) -> None:
         from disttrain.store import PrefixStore, TCPStore
         attempt, round_number = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["DISTTRAIN_ROUND"]
         host, port = os.environ["DISTTRAIN_STORE"].partition(",")[0].rsplit(":", 1)
-        store = PrefixStore(round_number, TCPStore(host, int(port), timeout=60))
+        store = PrefixStore(round_number, TCPStore(host, int(port), timeout=240))
         store.barrier("before", 2)
         if attempt == "0" and os.environ["RANK"] == "1":
             os._exit(3)
@@ -110,7 +110,7 @@ def test_a_node_that_is_gone_is_done_without_and_comes_back(launches: Launches, 
     killed_s = time.monotonic()
     assert told(launches, nodes[0])[:4] == [0, 2, 0, 1]
     assert told(launches, nodes[2])[:4] == [1, 2, 1, 1]
-    assert time.monotonic() - killed_s < 10.0
+    assert time.monotonic() - killed_s < 60.0
     back = start(launches, port, "1:3", "--node-rank", "1", script)
     places = [told(launches, node) for node in (nodes[0], nodes[2], back)]
     assert [place[:5] for place in places] == [[0, 3, 0, 2, 0], [1, 3, 1, 2, 0], [2, 3, 2, 2, 0]]
@@ -118,7 +118,7 @@ def test_a_node_that_is_gone_is_done_without_and_comes_back(launches: Launches, 
     ended = [launches.end(node) for node in (nodes[0], nodes[2], back)]
     assert [node.exit_code for node in ended] == [0, 0, 0]
     assert "round 0 ended: node 1 (" in ended[0].stderr
-    assert "gave no sign of life for 2 s." in ended[0].stderr
+    assert "gave no sign of life for 6 s." in ended[0].stderr
     assert "round 1 ended: 1 more node came." in ended[0].stderr
 
 

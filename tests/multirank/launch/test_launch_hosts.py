@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 NAMES = ("host-a", "host-b", "host-c")
 NUM_WORKERS = 2
 LOST = "node 0's store at host-a:29500 went away, and the job with it: it did not answer for "
-LIMIT_S = 100.0
+LIMIT_S = 360.0
 MEETING = """
     import os, time
     from disttrain.store import PrefixStore, TCPStore
     host, port = os.environ["DISTTRAIN_STORE"].partition(",")[0].rsplit(":", 1)
-    store = PrefixStore(os.environ["DISTTRAIN_ROUND"], TCPStore(host, int(port), timeout=60))
+    store = PrefixStore(os.environ["DISTTRAIN_ROUND"], TCPStore(host, int(port), timeout=240))
     store.barrier("all here", int(os.environ["WORLD_SIZE"]))
     print("in", os.environ["DISTTRAIN_ROUND"], os.environ["WORLD_SIZE"], flush=True)
-    until_s = time.monotonic() + 60
+    until_s = time.monotonic() + 240
     while not os.path.exists("finish") and time.monotonic() < until_s:
         time.sleep(0.05)
 """
@@ -112,7 +112,7 @@ def test_a_host_that_is_cut_off_stops_while_the_others_go_on(launches: Launches,
     cut_s = time.monotonic()
     assert [met(launches, node) for node in (nodes[0], nodes[2])] == [{(1, 4)}] * 2
     ended = launches.end(nodes[1])
-    assert time.monotonic() - cut_s < 30.0
+    assert time.monotonic() - cut_s < 60.0
     assert ended.exit_code == 1
     assert LOST in ended.stderr
     hosts.switch.mend(host)
@@ -132,7 +132,7 @@ def test_when_the_host_of_the_store_is_gone_a_job_without_standby_ends(launches:
     host.kill()
     killed_s = time.monotonic()
     ended = [launches.end(node) for node in nodes[1:]]
-    assert time.monotonic() - killed_s < 10.0
+    assert time.monotonic() - killed_s < 40.0
     assert [node.exit_code for node in ended] == [1, 1]
     assert [LOST in node.stderr for node in ended] == [True, True]
 
@@ -167,7 +167,7 @@ def wait_for_step(folder: Path, num_steps: int) -> None:
 
 
 @pytest.mark.sweep(0)
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_training_shrinks_to_two_hosts_and_grows_back_with_the_same_losses(
     launches: Launches, hosts: Hosts, fork_server: ForkServer, rank_pool: RankPool
 ) -> None:

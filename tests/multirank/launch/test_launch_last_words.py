@@ -22,7 +22,7 @@ FAILING = """
     def load_batch(number):
         raise ValueError(f"bad batch {number}")
 
-    disttrain.init_process_group(timeout=60)
+    disttrain.init_process_group(timeout=240)
     rank, kind, culprits = disttrain.get_rank(), sys.argv[1], [int(word) for word in sys.argv[2].split(",")]
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
     disttrain.all_reduce(torch.ones(4))
@@ -124,7 +124,7 @@ SHARDED = """
     import disttrain
     from disttrain.fsdp2 import fully_shard
 
-    disttrain.init_process_group(timeout=60)
+    disttrain.init_process_group(timeout=240)
     model = fully_shard(torch.nn.Linear(4, 4))
     for step in range(3):
         if step == 2 and disttrain.get_rank() == 1:
@@ -296,3 +296,39 @@ def test_who_aborts_when_nobody_has_raised_has_failed_first(launches: Launches) 
     ended = launches.run("--nproc-per-node", "2", launches.script(ABORTING), "waiting")
     assert ended.exit_code == 128 + signal.SIGABRT
     assert "rank 1 failed first: killed by SIGABRT" in ended.stderr
+
+
+LOST_THREAD = """
+    import sys, queue, threading, torch
+    import disttrain
+
+    def load_batches(batches):
+        raise ValueError("bad batch 17")
+
+    disttrain.init_process_group(timeout=240)
+    rank, batches = disttrain.get_rank(), queue.Queue()
+    group = disttrain.new_group(timeout=5)
+    disttrain.all_reduce(torch.ones(4), group=group)
+    if rank == 1:
+        is_daemon = sys.argv[1] == "daemon"
+        threading.Thread(target=load_batches, args=(batches,), name="loader", daemon=is_daemon).start()
+        batches.get()
+    disttrain.all_reduce(torch.ones(4), group=group)
+"""
+
+
+@pytest.mark.parametrize("kind", ["daemon", "not a daemon"])
+def test_a_rank_that_waits_for_a_thread_that_has_failed_is_to_blame_with_that_threads_words(
+    forked_launches: Launches, kind: str
+) -> None:
+    ended = forked_launches.run("--nproc-per-node", "3", forked_launches.script(LOST_THREAD), kind)
+    assert ended.exit_code == 1
+    lines = told(ended)
+    assert "disttrain-launch: ranks 0, 2: stopped because rank 1 failed: ValueError: bad batch 17" in lines
+    last = lines.index("disttrain-launch: the last lines on stderr of rank 1:")
+    assert lines[last + 1 : last + 3] == ["    Exception in thread loader:", "    Traceback (most recent call last):"]
+    assert "    ValueError: bad batch 17" in lines[last:]
+    verdict = next(line for line in lines if line.startswith("disttrain-launch: flight recorder: "))
+    assert "Rank 1 did not come to all_reduce #2" in verdict
+    assert "; its thread loader has failed (ValueError: bad batch 17) at " in verdict
+    assert verdict.endswith("script.py:6 in load_batches.")

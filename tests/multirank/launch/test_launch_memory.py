@@ -44,7 +44,7 @@ def test_the_folder_in_memory_goes_with_the_job(launches: Launches, is_killed: b
     if is_killed:
         process.kill()
     launches.end(process)
-    assert launches.wait_gone(5.0) == []
+    assert launches.wait_gone(60.0) == []
     assert not Path(folder).exists()
 
 

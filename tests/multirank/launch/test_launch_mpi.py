@@ -28,7 +28,7 @@ WORKER = """
 """
 ONE_EACH = ("--map-by", "ppr:1:node")
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 
 
 def mpirun(launches: Launches, hosts: str, *argv: str) -> subprocess.CompletedProcess[str]:

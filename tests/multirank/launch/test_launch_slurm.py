@@ -21,13 +21,13 @@ MEETING = """
     import os, sys
     from disttrain.store import TCPStore
     host, port = os.environ["DISTTRAIN_STORE"].rsplit(":", 1)
-    store = TCPStore(host, int(port), timeout=30)
+    store = TCPStore(host, int(port), timeout=120)
     store.barrier("all here", int(os.environ["WORLD_SIZE"]))
     store.close()
     print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "node", os.environ["GROUP_RANK"], sys.argv[1:])
 """
 LAUNCHER = (sys.executable, "-m", "disttrain_launch")
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ WORKER = """
     import os, sys
     from disttrain.store import TCPStore
     host, port = os.environ["DISTTRAIN_STORE"].rsplit(":", 1)
-    store = TCPStore(host, int(port), timeout=30)
+    store = TCPStore(host, int(port), timeout=120)
     store.barrier("all here", int(os.environ["WORLD_SIZE"]))
     store.close()
     print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], os.environ["CHOSEN"], sys.argv[1:])
@@ -113,7 +113,7 @@ def test_a_host_that_is_not_reached_ends_the_others(launches: Launches, ssh: str
     assert ended.exit_code == 255
     last = "disttrain-launch: host unreachable (node 1) failed first: ssh ended with 255: not reached, or lost"
     assert ended.stderr.splitlines()[-1] == last
-    assert time.monotonic() - began_s < 30
+    assert time.monotonic() - began_s < 80
 
 
 def test_an_interrupt_reaches_the_workers(launches: Launches, ssh: str) -> None:
@@ -136,7 +136,7 @@ def test_nothing_is_left_where_nobody_can_say_goodbye(launches: Launches, ssh: s
     started = start(launches, ssh, HOSTS, launches.script("import time\nprint('ready', flush=True)\ntime.sleep(100)"))
     launches.ready(started, 2)
     started.kill()
-    assert launches.wait_gone(20.0) == []
+    assert launches.wait_gone(80.0) == []
 
 
 def test_the_token_is_in_no_argument_and_no_variable(launches: Launches, ssh: str) -> None:

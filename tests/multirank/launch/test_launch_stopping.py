@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SCRIPT = Path(__file__).parents[1] / "stopped_training.py"
 NUM_STEPS = 90
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 Notice = Callable[[Sequence[subprocess.Popen[str]], Path], None]
 
 

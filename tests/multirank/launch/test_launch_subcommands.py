@@ -64,7 +64,7 @@ def test_a_token_comes_on_standard_input_and_the_rest_is_the_worker_s(launches: 
         input=f"{token}more\n",
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert done.stdout.splitlines() == [f"[rank 0] {[token, 'more' + chr(10)]}"], done.stderr
@@ -79,7 +79,7 @@ def test_a_token_that_is_none_is_refused(launches: Launches, line: str) -> None:
         input=line,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 2

@@ -31,7 +31,7 @@ def test_ranks_meet_in_a_store_with_a_token_of_its_own_and_again_when_started_ag
             assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
             attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
             for _ in range(2):
-                disttrain.init_process_group(timeout=60)
+                disttrain.init_process_group(timeout=240)
                 total = torch.tensor([disttrain.get_rank() + 1.0])
                 disttrain.all_reduce(total)
                 if attempt == "0" and disttrain.get_rank() == 1:

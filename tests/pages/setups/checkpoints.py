@@ -6,7 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed import checkpoint as torch_checkpoint
@@ -14,10 +16,22 @@ from torch.distributed import checkpoint as torch_checkpoint
 import disttrain
 from disttrain import checkpoint
 from disttrain.checkpoint import training_state
+from disttrain.checkpoint.fsspec_storage import FsspecStorage
 from disttrain.checkpoint.interop import torch_optimizer_names
 from disttrain.fsdp2 import fully_shard
 
 NUM_RANKS = 2
+
+
+class Buckets(LocalFileSystem):
+    """Stands for what serves S3 and Google Cloud Storage: `s3://` and `gs://` are a folder here."""
+
+    protocol = ("s3", "gs")
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        scheme, separator, rest = path.partition("://")
+        return str(super()._strip_protocol(f"buckets/{rest}" if separator and scheme in cls.protocol else path))
 
 
 def names(section: str) -> dict[str, Any]:
@@ -30,9 +44,15 @@ def names(section: str) -> dict[str, Any]:
     model(torch.randn(4, 8)).sum().backward()
     optimizer.step()
     state = training_state(model, optimizer)
+    if section == "On S3, Google Cloud Storage, in memory":
+        for name in ("s3", "gs"):
+            fsspec.register_implementation(name, Buckets, clobber=True)
+        checkpoint.save(state, "gs://bucket/runs/lm/step-00000040")
     # What the launcher says to its workers.
     os.environ["DISTTRAIN_MEMORY_DIR"] = str(Path("memory").absolute())
     return {
+        "FsspecStorage": FsspecStorage,
+        "fsspec": fsspec,
         "model": model,
         "model_state": dict(state["model"]),
         "optimizer": optimizer,

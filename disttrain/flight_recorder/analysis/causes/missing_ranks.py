@@ -80,12 +80,19 @@ def cause_of_missing(matched: Match, rank: int, *, was_broken: bool) -> tuple[Ca
         )
     if dump.failure is not None:
         failure = dump.failure
-        return Cause.RAISED, f"it ended with {failure.kind} ({failure.message}) at {location(dump, failure.stack)}"
+        said = f"{failure.kind} ({failure.message})" if failure.message else failure.kind
+        return Cause.RAISED, f"it ended with {said} at {location(dump, failure.stack)}"
     if dump.reason == RING:
         return _without_word(dump, was_broken)
     if dump.reason == EXIT:
         return Cause.ENDED, "its script has come to its end"
-    return _at_work(dump)
+    cause, text = _at_work(dump)
+    failed = [
+        f"; its thread {thread.name} has failed ({thread.failure}) at {location(dump, thread.stack)}"
+        for thread in dump.threads
+        if thread.failure
+    ]
+    return cause, text + "".join(failed)
 
 
 def _without_word(dump: Dump, was_broken: bool) -> tuple[Cause, str]:

@@ -7,8 +7,9 @@ import threading
 import traceback
 from typing import Final
 
+from disttrain._python.thread_errors import ThreadErrors
 from disttrain.flight_recorder.record.process.thread_state import activities
-from disttrain.flight_recorder.record.record import Failure, Frame, ThreadStack
+from disttrain.flight_recorder.record.record import THREAD_FAILED, Failure, Frame, ThreadStack
 
 _MAX_FRAMES: Final = 64
 _MAX_MESSAGE_CHARS: Final = 500
@@ -35,11 +36,28 @@ def thread_stacks() -> tuple[ThreadStack, ...]:
     return tuple(sorted(stacks, key=lambda thread: not thread.is_main))
 
 
+def failed_threads(errors: ThreadErrors | None) -> tuple[ThreadStack, ...]:
+    """The threads that exceptions have ended, with the exceptions' stacks."""
+    return tuple(
+        ThreadStack(
+            error.thread,
+            is_main=False,
+            stack=tuple(Frame(*frame) for frame in error.stack[:_MAX_FRAMES]),
+            activity=f"{THREAD_FAILED}{error.text}",
+        )
+        for error in (errors.kept if errors is not None else ())
+    )
+
+
 def failure_of(error: BaseException) -> Failure:
     """`error` as a value; its first line says what, its stack where."""
     frames = [
         Frame(frame.f_code.co_filename, line or frame.f_code.co_firstlineno, frame.f_code.co_qualname)
         for frame, line in traceback.walk_tb(error.__traceback__)
     ]
-    message = str(error).strip().partition("\n")[0][:_MAX_MESSAGE_CHARS]
+    try:
+        said = str(error)
+    except Exception:  # noqa: BLE001  # It is of the user's class, and what ends the process must not hide behind it.
+        said = "whose text cannot be had"
+    message = said.strip().partition("\n")[0][:_MAX_MESSAGE_CHARS]
     return Failure(type(error).__name__, message, tuple(frames[::-1][:_MAX_FRAMES]))

@@ -18,11 +18,13 @@ HOLD_S = 8.0
 MAX_HELD_BYTES = 1 << 20
 _BEGINS = re.compile(
     rb"^(\[rank\d+\]: ?)?( *(\+ Exception Group )?Traceback \(most recent call last\):|terminate called "
-    rb"|Fatal Python error: )"
+    rb"|Fatal Python error: |Exception in thread )"
     rb"|^(\[rank\d+\]:)?\[E\d{4} [\d:.]+ [\w/]+\.cpp:\d+\]",
     re.MULTILINE,
 )
-"""Of Python, of C++'s `std::terminate`, of `faulthandler`, and of errors in torch's own log."""
+"""Of Python and its threads, of C++'s `std::terminate`, of `faulthandler`, and of errors in torch's own log."""
+_JOINED = re.compile(rb"(?<=[^\s|])(?=Traceback \(most recent call last\):$)", re.MULTILINE)
+"""The beginning of a traceback behind what was printed without an end of line, such as a bar."""
 _FRAME = re.compile(rb"^(\[rank\d+\]: ?)?frame #\d+: ")
 
 
@@ -76,6 +78,8 @@ class HoldingVoice:
 
     def show_lines(self, lines: bytes) -> None:
         if self._since_s is None:
+            if b"Traceback (" in lines:
+                lines = _JOINED.sub(b"\n", lines)
             begins = _BEGINS.search(lines)
             if begins is None:
                 self._pass_on(lines)
