@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 
+from disttrain.dtensor import DTensor, Spec
 from disttrain.experts.exchange.legs import Route
 from disttrain.kernels._torch import are_plain, asked_for, release_saved
 from disttrain.kernels.grouped import mlp
@@ -23,7 +24,7 @@ from disttrain.kernels.operators import once
 
 @dataclass(frozen=True)
 class GatedExperts:
-    """This rank's experts, one or more, as `expert_mlp` takes them."""
+    """This rank's experts, one or more, as `expert_mlp` takes them; weights may be DTensors, of `taken_whole`."""
 
     weights: ExpertWeights
     form: GatedForm
@@ -46,10 +47,15 @@ def crossed(
     return sums
 
 
+def taken_whole(parameter: torch.Tensor) -> bool:
+    """True for a DTensor that a crossing takes as it is, and gives its gradient: `to_local` would be a node more."""
+    return type(parameter) is DTensor and parameter._spec.view_copy is None and not parameter._spec.layout.has_partial
+
+
 def can_cross(x: torch.Tensor, weights: torch.Tensor, experts: GatedExperts, trains_elsewhere: bool) -> bool:
     """True where nobody watches operators, nothing is cast, and gradients are exchanged if those of any rank are."""
-    tensors = (x, *experts.tensors())
-    if not are_plain((weights, *tensors)) or any(t is not None and t.dtype != x.dtype for t in tensors):
+    tensors = experts.tensors()
+    if not are_plain((weights, x, *map(_part, tensors))) or any(t is not None and t.dtype != x.dtype for t in tensors):
         return False
     return not trains_elsewhere or any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
@@ -57,21 +63,22 @@ def can_cross(x: torch.Tensor, weights: torch.Tensor, experts: GatedExperts, tra
 class _Crossing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        *tensors, order, route, form, recipe = arguments
+        *given, order, route, form, recipe = arguments
+        tensors = [*map(_part, given)]
         k, kernels = weights.shape[1], kernels_of(x)
         rows = kernels.take(x.contiguous(), order.order, order.ends, k, None)
         arrived = _sent(route, rows, is_back=False)
         del rows
         result, gate, up = mlp.forward(arrived, route.ends, None, _plain(tensors), form, recipe, is_cleared=False)
         returned = _sent(route, result, is_back=True)
-        ctx.others = order, route, form, recipe
+        ctx.others = order, route, form, recipe, [t._spec if isinstance(t, DTensor) else None for t in given]
         ctx.save_for_backward(weights, returned, arrived, gate, up, *tensors)
         return kernels.combine(returned, order.slots, order.ends, k, weights.contiguous())
 
     @staticmethod
     @once("experts")
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        order, route, form, recipe = ctx.others
+        order, route, form, recipe, specs = ctx.others
         # As the engine says: on ranks that go in many nodes, it leaves out those exchanges that nobody needs.
         wants_x, wants_weights, *wanted = asked_for(ctx)
         # Before anything is sent: an activation checkpoint computes what was saved anew, on all ranks.
@@ -96,8 +103,8 @@ class _Crossing(torch.autograd.Function):
         of_experts = (grads.gate, grads.up, grads.down, grads.gate_bias, grads.down_bias)
         is_wanted = iter(wanted)
         kept = [
-            grad if tensor is not None and next(is_wanted) else None
-            for grad, tensor in zip(of_experts, tensors, strict=True)
+            _whole(grad, spec) if tensor is not None and next(is_wanted) else None
+            for grad, tensor, spec in zip(of_experts, tensors, specs, strict=True)
         ]
         return of_x, of_weights, *kept, *[None] * 4
 
@@ -106,8 +113,16 @@ _cross: Final[Any] = _Crossing.apply
 
 
 def _sent(route: Route, rows: torch.Tensor, *, is_back: bool) -> torch.Tensor:
-    coming, work = route.start(rows, is_back)
-    return route.finish(coming, work, is_back)
+    coming, _ = route.start(rows, is_back, async_op=False)
+    return route.finish(coming, None, is_back)
+
+
+def _part(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _whole(grad: torch.Tensor | None, spec: Spec | None) -> torch.Tensor | None:
+    return grad if grad is None or spec is None else DTensor(grad, spec)
 
 
 def _plain(tensors: Any) -> ExpertWeights:
