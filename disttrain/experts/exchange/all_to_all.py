@@ -67,9 +67,7 @@ class AllToAll(Exchange):
         """An all_to_all_single of sizes that are known to fit, which need no checks."""
         run = self.group.backend_of("all_to_all_single", input).all_to_all_single
         arguments = (output, input, received, sent, async_op)
-        return issue(
-            self.group, "all_to_all_single", run, arguments, (input,), (output,), async_op, recorded=recorded
-        )
+        return issue(self.group, "all_to_all_single", run, arguments, (input,), (output,), async_op, recorded=recorded)
 
     def host_buffer(self, like: torch.Tensor) -> torch.Tensor:
         """Pinned memory, of which a few are enough: each is read before the next layer asks."""
