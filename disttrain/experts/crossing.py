@@ -6,8 +6,7 @@ while rows are under way, and nobody watches operators.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -19,21 +18,16 @@ from disttrain.kernels.grouped.choice import kernels_of
 from disttrain.kernels.grouped.form import GatedForm
 from disttrain.kernels.grouped.mlp import ExpertWeights
 from disttrain.kernels.grouped.rows import ExpertOrder
+from disttrain.kernels.grouped.table import Kernels
 from disttrain.kernels.operators import once
 
 
-@dataclass(frozen=True)
-class GatedExperts:
+class GatedExperts(NamedTuple):
     """This rank's experts, one or more, as `expert_mlp` takes them; weights may be DTensors, of `taken_whole`."""
 
     weights: ExpertWeights
     form: GatedForm
     recipe: str
-
-    def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """Gate, up, down and the biases of gate and down."""
-        weights = self.weights
-        return weights.gate, weights.up, weights.down, weights.gate_bias, weights.down_bias
 
 
 def crossed(
@@ -43,7 +37,7 @@ def crossed(
 
     Args: x  (tokens, D), of the experts' dtype;  order  of the tokens' choices;  weights  (tokens, k).
     """
-    sums: torch.Tensor = _cross(x, weights, *experts.tensors(), order, route, experts.form, experts.recipe)
+    sums: torch.Tensor = _cross(x, weights, *experts.weights, order, route, experts.form, experts.recipe)
     return sums
 
 
@@ -54,10 +48,10 @@ def taken_whole(parameter: torch.Tensor) -> bool:
 
 def can_cross(x: torch.Tensor, weights: torch.Tensor, experts: GatedExperts, trains_elsewhere: bool) -> bool:
     """True where nobody watches operators, nothing is cast, and gradients are exchanged if those of any rank are."""
-    tensors = experts.tensors()
-    if not are_plain((weights, x, *map(_part, tensors))) or any(t is not None and t.dtype != x.dtype for t in tensors):
+    tensors, dtype = [tensor for tensor in experts.weights if tensor is not None], x.dtype
+    if not are_plain((weights, x, *map(_part, tensors))) or any(tensor.dtype != dtype for tensor in tensors):
         return False
-    return not trains_elsewhere or any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    return not trains_elsewhere or any(tensor.requires_grad for tensor in tensors)
 
 
 class _Crossing(torch.autograd.Function):
@@ -69,7 +63,16 @@ class _Crossing(torch.autograd.Function):
         rows = kernels.take(x.contiguous(), order.order, order.ends, k, None)
         arrived = _sent(route, rows, is_back=False)
         del rows
-        result, gate, up = mlp.forward(arrived, route.ends, None, _plain(tensors), form, recipe, is_cleared=False)
+        result, gate, up = mlp.forward(
+            arrived,
+            route.ends,
+            None,
+            _plain(tensors),
+            form,
+            recipe,
+            is_cleared=False,
+            kernels=_known(kernels, x, arrived),
+        )
         returned = _sent(route, result, is_back=True)
         ctx.others = order, route, form, recipe, [t._spec if isinstance(t, DTensor) else None for t in given]
         ctx.save_for_backward(weights, returned, arrived, gate, up, *tensors)
@@ -95,12 +98,13 @@ class _Crossing(torch.autograd.Function):
         grads = mlp.backward(
             _sent(route, kernels.take(grad, order.order, order.ends, k, weights.contiguous()), is_back=False),
             arrived, route.ends, None, _plain(tensors), gate, up, form, recipe, wants_x, any(wanted), is_cleared=False,
+            kernels=_known(kernels, grad, arrived),
         )  # fmt: skip
         del arrived, gate, up
         if wants_x:
             assert grads.x is not None
             of_x = kernels.combine(_sent(route, grads.x, is_back=True), order.slots, order.ends, k, None)
-        of_experts = (grads.gate, grads.up, grads.down, grads.gate_bias, grads.down_bias)
+        of_experts = grads[2:]
         is_wanted = iter(wanted)
         kept = [
             _whole(grad, spec) if tensor is not None and next(is_wanted) else None
@@ -115,6 +119,11 @@ _cross: Final[Any] = _Crossing.apply
 def _sent(route: Route, rows: torch.Tensor, *, is_back: bool) -> torch.Tensor:
     coming, _ = route.start(rows, is_back, async_op=False)
     return route.finish(coming, None, is_back)
+
+
+def _known(kernels: Kernels, tokens: torch.Tensor, arrived: torch.Tensor) -> Kernels | None:
+    """Those of tokens, where they are those of rows that have come, too: not where one has nothing to compute."""
+    return kernels if tokens.numel() and arrived.numel() else None
 
 
 def _part(tensor: torch.Tensor | None) -> torch.Tensor | None:

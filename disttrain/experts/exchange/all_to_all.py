@@ -19,6 +19,9 @@ from disttrain.kernels.grouped.rows import ExpertOrder
 from disttrain.process_group import ProcessGroup, Work
 from disttrain.process_group.door import issue
 
+_Splits = tuple[list[int], list[int], int, int]
+"""Rows to each rank and from each, and the sums of both."""
+
 
 class AllToAll(Exchange):
     """Sends what is there."""
@@ -96,19 +99,18 @@ class SizedRoute:
             self._host.copy_(sizes, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
-        self._splits: tuple[list[int], list[int]] | None = None
+        self._splits: _Splits | None = None
         self._arrival: ExpertOrder
         self.ends: torch.Tensor
 
     def start(self, rows: torch.Tensor, is_back: bool, *, async_op: bool = True) -> tuple[torch.Tensor, Work | None]:
-        sent, received = self._splits or self._read()
-        num_sent = sum(sent)
+        sent, received, num_sent, num_received = self._splits or self._read()
         if is_back:
             rows = rows.index_select(0, self._arrival.slots)
             sent, received = received, sent
             output = coming = rows.new_empty((self._num_home, rows.shape[1]))
         else:
-            output = coming = rows.new_empty((sum(received), rows.shape[1]))
+            output = coming = rows.new_empty((num_received, rows.shape[1]))
         if num_sent != self._num_home:
             # Assignments without an expert come last: they are not sent, and nothing comes for them.
             if is_back:
@@ -123,7 +125,7 @@ class SizedRoute:
             work.wait()
         return coming if is_back else coming.index_select(0, self._arrival.order)
 
-    def _read(self) -> tuple[list[int], list[int]]:
+    def _read(self) -> _Splits:
         """Read the sizes, and learn from them how what comes is to be sorted."""
         sizes = self._sizes
         chunk = self._cut.chunk
@@ -138,12 +140,12 @@ class SizedRoute:
         if bad:
             self._refuse(bad)
         sent, received = ([int(total) for total, _ in side] for side in tails)
-        self._splits = sent, received
+        self._splits = splits = sent, received, sum(sent), sum(received)
         # Not the pad of a rank that has fewer experts than others.
         counts = sizes[1, :, : self._cut.num_experts_of(self._group.group_rank)]
-        self._arrival = arrange(counts, sum(received))
+        self._arrival = arrange(counts, splits[3])
         self.ends = self._arrival.ends
-        return self._splits
+        return splits
 
     def _refuse(self, ranks: list[int]) -> None:
         members = ", ".join(str(self._group.members[rank]) for rank in ranks)
