@@ -6,11 +6,11 @@ while rows are under way, and nobody watches operators.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
+from disttrain.dtensor import DTensor, Spec
 from disttrain.experts.exchange.legs import Route
 from disttrain.kernels._torch import are_plain, asked_for, release_saved
 from disttrain.kernels.grouped import mlp
@@ -18,21 +18,16 @@ from disttrain.kernels.grouped.choice import kernels_of
 from disttrain.kernels.grouped.form import GatedForm
 from disttrain.kernels.grouped.mlp import ExpertWeights
 from disttrain.kernels.grouped.rows import ExpertOrder
+from disttrain.kernels.grouped.table import Kernels
 from disttrain.kernels.operators import once
 
 
-@dataclass(frozen=True)
-class GatedExperts:
-    """This rank's experts, one or more, as `expert_mlp` takes them."""
+class GatedExperts(NamedTuple):
+    """This rank's experts, one or more, as `expert_mlp` takes them; weights may be DTensors, of `taken_whole`."""
 
     weights: ExpertWeights
     form: GatedForm
     recipe: str
-
-    def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        """Gate, up, down and the biases of gate and down."""
-        weights = self.weights
-        return weights.gate, weights.up, weights.down, weights.gate_bias, weights.down_bias
 
 
 def crossed(
@@ -42,36 +37,51 @@ def crossed(
 
     Args: x  (tokens, D), of the experts' dtype;  order  of the tokens' choices;  weights  (tokens, k).
     """
-    sums: torch.Tensor = _cross(x, weights, *experts.tensors(), order, route, experts.form, experts.recipe)
+    sums: torch.Tensor = _cross(x, weights, *experts.weights, order, route, experts.form, experts.recipe)
     return sums
+
+
+def taken_whole(parameter: torch.Tensor) -> bool:
+    """True for a DTensor that a crossing takes as it is, and gives its gradient: `to_local` would be a node more."""
+    return type(parameter) is DTensor and parameter._spec.view_copy is None and not parameter._spec.layout.has_partial
 
 
 def can_cross(x: torch.Tensor, weights: torch.Tensor, experts: GatedExperts, trains_elsewhere: bool) -> bool:
     """True where nobody watches operators, nothing is cast, and gradients are exchanged if those of any rank are."""
-    tensors = (x, *experts.tensors())
-    if not are_plain((weights, *tensors)) or any(t is not None and t.dtype != x.dtype for t in tensors):
+    tensors, dtype = [tensor for tensor in experts.weights if tensor is not None], x.dtype
+    if not are_plain((weights, x, *map(_part, tensors))) or any(tensor.dtype != dtype for tensor in tensors):
         return False
-    return not trains_elsewhere or any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    return not trains_elsewhere or any(tensor.requires_grad for tensor in tensors)
 
 
 class _Crossing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        *tensors, order, route, form, recipe = arguments
+        *given, order, route, form, recipe = arguments
+        tensors = [*map(_part, given)]
         k, kernels = weights.shape[1], kernels_of(x)
         rows = kernels.take(x.contiguous(), order.order, order.ends, k, None)
         arrived = _sent(route, rows, is_back=False)
         del rows
-        result, gate, up = mlp.forward(arrived, route.ends, None, _plain(tensors), form, recipe, is_cleared=False)
+        result, gate, up = mlp.forward(
+            arrived,
+            route.ends,
+            None,
+            _plain(tensors),
+            form,
+            recipe,
+            is_cleared=False,
+            kernels=_known(kernels, x, arrived),
+        )
         returned = _sent(route, result, is_back=True)
-        ctx.others = order, route, form, recipe
+        ctx.others = order, route, form, recipe, [t._spec if isinstance(t, DTensor) else None for t in given]
         ctx.save_for_backward(weights, returned, arrived, gate, up, *tensors)
         return kernels.combine(returned, order.slots, order.ends, k, weights.contiguous())
 
     @staticmethod
     @once("experts")
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        order, route, form, recipe = ctx.others
+        order, route, form, recipe, specs = ctx.others
         # As the engine says: on ranks that go in many nodes, it leaves out those exchanges that nobody needs.
         wants_x, wants_weights, *wanted = asked_for(ctx)
         # Before anything is sent: an activation checkpoint computes what was saved anew, on all ranks.
@@ -88,16 +98,17 @@ class _Crossing(torch.autograd.Function):
         grads = mlp.backward(
             _sent(route, kernels.take(grad, order.order, order.ends, k, weights.contiguous()), is_back=False),
             arrived, route.ends, None, _plain(tensors), gate, up, form, recipe, wants_x, any(wanted), is_cleared=False,
+            kernels=_known(kernels, grad, arrived),
         )  # fmt: skip
         del arrived, gate, up
         if wants_x:
             assert grads.x is not None
             of_x = kernels.combine(_sent(route, grads.x, is_back=True), order.slots, order.ends, k, None)
-        of_experts = (grads.gate, grads.up, grads.down, grads.gate_bias, grads.down_bias)
+        of_experts = grads[2:]
         is_wanted = iter(wanted)
         kept = [
-            grad if tensor is not None and next(is_wanted) else None
-            for grad, tensor in zip(of_experts, tensors, strict=True)
+            _whole(grad, spec) if tensor is not None and next(is_wanted) else None
+            for grad, tensor, spec in zip(of_experts, tensors, specs, strict=True)
         ]
         return of_x, of_weights, *kept, *[None] * 4
 
@@ -106,8 +117,21 @@ _cross: Final[Any] = _Crossing.apply
 
 
 def _sent(route: Route, rows: torch.Tensor, *, is_back: bool) -> torch.Tensor:
-    coming, work = route.start(rows, is_back)
-    return route.finish(coming, work, is_back)
+    coming, _ = route.start(rows, is_back, async_op=False)
+    return route.finish(coming, None, is_back)
+
+
+def _known(kernels: Kernels, tokens: torch.Tensor, arrived: torch.Tensor) -> Kernels | None:
+    """Those of tokens, where they are those of rows that have come, too: not where one has nothing to compute."""
+    return kernels if tokens.numel() and arrived.numel() else None
+
+
+def _part(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _whole(grad: torch.Tensor | None, spec: Spec | None) -> torch.Tensor | None:
+    return grad if grad is None or spec is None else DTensor(grad, spec)
 
 
 def _plain(tensors: Any) -> ExpertWeights:

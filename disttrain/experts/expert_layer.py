@@ -9,7 +9,7 @@ from torch import nn
 
 from disttrain.autocast import is_within_autocast
 from disttrain.dtensor import DTensor, Partial, Placement
-from disttrain.experts.crossing import GatedExperts, can_cross, crossed
+from disttrain.experts.crossing import GatedExperts, can_cross, crossed, taken_whole
 from disttrain.experts.exchange.base import Exchange
 from disttrain.experts.exchange.dispatch import (
     Sending,
@@ -19,6 +19,7 @@ from disttrain.experts.exchange.dispatch import (
     most_rows,
     ordered,
 )
+from disttrain.experts.exchange.expert_cut import ExpertCut
 from disttrain.experts.graphs import REASON, out_of_graphs
 from disttrain.experts.hidden_cut import HiddenCut
 from disttrain.experts.tensor_parallel import ExpertTensorParallel
@@ -50,6 +51,13 @@ class ExpertLayer(nn.Module):
     def count_experts(self) -> int:
         """The experts of all ranks."""
         raise NotImplementedError
+
+    def count_experts_here(self) -> int:
+        """Those of this rank."""
+        if self.exchange is None:
+            return self.count_experts()
+        group = self.exchange.group
+        return ExpertCut.of(self.count_experts(), group.group_size).num_experts_of(group.group_rank)
 
     def expert_width(self) -> int:
         """The columns of the rows that experts take."""
@@ -186,6 +194,11 @@ def without_experts(rows: torch.Tensor, parts: Iterable[torch.Tensor | None] = (
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
     """This rank's part of a parameter, through which its gradient goes."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def crossing_part(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter, or the parameter, of which a crossing takes the part itself."""
+    return parameter if taken_whole(parameter) else local_part(parameter)
 
 
 def local_share(bias: torch.Tensor, layer: nn.Module) -> torch.Tensor:

@@ -12,7 +12,14 @@ from torch import nn
 from disttrain.dtensor import Placement, Replicate, Shard, StridedShard
 from disttrain.errors import ShapeError
 from disttrain.experts.crossing import GatedExperts
-from disttrain.experts.expert_layer import ExpertLayer, float8_sizes, local_part, local_share, without_experts
+from disttrain.experts.expert_layer import (
+    ExpertLayer,
+    crossing_part,
+    float8_sizes,
+    local_part,
+    local_share,
+    without_experts,
+)
 from disttrain.experts.graphs import out_of_graphs
 from disttrain.experts.hidden_cut import hidden_placements
 from disttrain.experts.routing.router import Router
@@ -129,8 +136,17 @@ class Experts(ExpertLayer):
 
     def gated_experts(self) -> GatedExperts | None:
         """This rank's experts; None where it has none."""
-        gate_up, down, *biases = self._parts()
-        return GatedExperts(ExpertWeights(gate_up, None, down, *biases), self.form, self.float8) if len(down) else None
+        if not self.count_experts_here():
+            return None
+        gate_up_bias, down_bias = self.gate_up_proj_bias, self.down_proj_bias
+        weights = ExpertWeights(
+            crossing_part(self.gate_up_proj),
+            None,
+            crossing_part(self.down_proj),
+            None if gate_up_bias is None else crossing_part(gate_up_bias),
+            None if down_bias is None else local_share(down_bias, self),
+        )
+        return GatedExperts(weights, self.form, self.float8)
 
     def mix_here(self, x: torch.Tensor, order: ExpertOrder, weights: torch.Tensor) -> torch.Tensor:
         """The forward where all experts are here."""

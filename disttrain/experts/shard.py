@@ -57,8 +57,9 @@ def shard_experts(
         # The others may be about to send parameters.
         tell_of(error, mesh.get_group())
         raise
+    parts: dict[nn.Parameter, nn.Parameter] = {}
     for layer in layers:
-        _shard(layer, mesh, src_data_rank)
+        _shard(layer, mesh, src_data_rank, parts)
         layer.exchange, layer.capacity = made, capacity
     if made is not None:
         let_tell(module, made.group)
@@ -123,9 +124,14 @@ def _check(layer: ExpertLayer, mesh: DeviceMesh) -> None:
         refuse(f"{type(layer).__name__} is divided already.", "Call shard_experts once, and before fully_shard.", mesh)
 
 
-def _shard(layer: ExpertLayer, mesh: DeviceMesh, src_data_rank: int | None) -> None:
+def _shard(
+    layer: ExpertLayer, mesh: DeviceMesh, src_data_rank: int | None, parts: dict[nn.Parameter, nn.Parameter]
+) -> None:
+    """`parts`: of parameters that were cut already, which layers may share."""
     for holder, name, parameter in list(layer.expert_tensors()):
-        setattr(holder, name, cut_further(parameter, mesh, Shard(0), src_data_rank))
+        if parameter not in parts:
+            parts[parameter] = cut_further(parameter, mesh, Shard(0), src_data_rank)
+        setattr(holder, name, parts[parameter])
     layer.keep_part(mesh, src_data_rank)
 
 

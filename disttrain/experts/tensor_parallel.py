@@ -57,11 +57,14 @@ class ExpertTensorParallel(ParallelStyle):
             raise
         if mesh.size() == 1:
             return module
+        parts: dict[nn.Parameter, nn.Parameter] = {}  # that layers may share
         for layer in layers:
             cuts = layer.hidden_cuts()
             assert cuts is not None
             for (holder, name, parameter), cut in zip(list(layer.expert_tensors()), cuts, strict=True):
-                setattr(holder, name, cut_further(parameter, mesh, cut, src_data_rank))
+                if parameter not in parts:
+                    parts[parameter] = cut_further(parameter, mesh, cut, src_data_rank)
+                setattr(holder, name, parts[parameter])
             layer.hidden_cut = HiddenCut(mesh, self.cuts_tokens)
         let_tell(module, mesh.get_group())
         return module

@@ -24,6 +24,9 @@ _LIBRARY: Final = torch.library.Library("disttrain", "FRAGMENT")
 _FORMULAS: Final[dict[str, tuple[Callable[..., Any], Callable[..., Any]]]] = {}
 """Of operators with derivatives by name, what keeps their inputs, and their backward."""
 
+_BATCHES: Final[dict[str, Callable[..., Any]]] = {}
+"""Of operators that take batches by name, what torch.vmap calls."""
+
 _RUNS: Final[dict[str, Callable[..., Any]]] = {}
 """What operators run, by name."""
 
@@ -81,9 +84,18 @@ def _is_seen(args: tuple[Any, ...]) -> bool:
     return args[0].is_cuda and KERNELS.read() != "reference"
 
 
-def differentiate(op: Any, keep: Callable[[Any, tuple[Any, ...], Any], None], backward: Callable[..., Any]) -> None:
-    """Let autograd call `backward` with what `keep` has put into the context (see torch.library.register_autograd)."""
-    _FORMULAS[_name(op)] = keep, backward
+def differentiate(
+    op: Any,
+    keep: Callable[[Any, tuple[Any, ...], Any], None],
+    backward: Callable[..., Any],
+    *,
+    is_repeatable: bool = False,
+) -> None:
+    """Let autograd call `backward` with what `keep` has put into the context (see torch.library.register_autograd).
+
+    `is_repeatable`: `backward` may be differentiated itself.
+    """
+    _FORMULAS[_name(op)] = keep, backward if is_repeatable else once(_name(op))(backward)
     torch.library.register_autograd(_name(op), backward, setup_context=keep, lib=_LIBRARY)
 
 
@@ -110,7 +122,13 @@ def call(op: Any, *args: Any) -> Any:
 @functools.cache
 def _function_of(name: str) -> Any:
     keep, backward = _FORMULAS[name]
-    methods = {"forward": _RUNS[name], "setup_context": keep, "backward": once(name)(backward)}
+
+    def jvp(*_: Any) -> Any:
+        raise _no_forward(name)
+
+    methods = {"forward": _RUNS[name], "setup_context": keep, "backward": backward, "jvp": jvp}
+    if name in _BATCHES:
+        methods["vmap"] = _BATCHES[name]
     return type(name, (torch.autograd.Function,), {key: staticmethod(value) for key, value in methods.items()})
 
 
@@ -137,6 +155,8 @@ def once(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 class _Second(torch.autograd.Function):
     """A gradient that came of others."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(name: str, result: torch.Tensor, *others: Any) -> torch.Tensor:
         return result.view_as(result)
@@ -151,6 +171,13 @@ class _Second(torch.autograd.Function):
 
 
 _second: Final[Any] = _Second.apply
+
+
+def refuse_transforms(name: str) -> None:
+    """Raise where a transform of torch.func is at work, for what is no operator with `call`."""
+    if not torch.compiler.is_compiling() and is_transformed():
+        problem = f"{name} does not go through transforms of torch.func, such as grad and vmap."
+        raise NotImplementedError(f"{problem} Use torch.autograd.grad, or torch's own operators.")
 
 
 def _no_second(name: str) -> NotImplementedError:
@@ -169,11 +196,13 @@ def batch(op: Any, num_tensors: int) -> None:
     So it does where only some of the first `num_tensors` arguments have a batch dim; else it goes one by one.
     """
 
-    def run(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
+    def run(compute: Callable[..., Any], info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
         size: int = info.batch_size
         if any(dim is not None for dim in in_dims[num_tensors:]):
             each = [
-                _as_tuple(op(*(a if d is None else a.select(d, i) for a, d in zip(arguments, in_dims, strict=True))))
+                _as_tuple(
+                    compute(*(a if d is None else a.select(d, i) for a, d in zip(arguments, in_dims, strict=True)))
+                )
                 for i in range(size)
             ]
             results = tuple(torch.stack(parts) for parts in zip(*each, strict=True))
@@ -182,10 +211,12 @@ def batch(op: Any, num_tensors: int) -> None:
                 tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
                 for tensor, dim in zip(arguments[:num_tensors], in_dims, strict=False)
             ]
-            results = _as_tuple(op(*moved, *arguments[num_tensors:]))
+            results = _as_tuple(compute(*moved, *arguments[num_tensors:]))
         return (results, (0,) * len(results)) if len(results) > 1 else (results[0], 0)
 
-    torch.library.register_vmap(_name(op), run, lib=_LIBRARY)
+    # The transforms around torch.vmap may be of others, which know no formula of the operator's.
+    _BATCHES[_name(op)] = functools.partial(run, functools.partial(call, op))
+    torch.library.register_vmap(_name(op), functools.partial(run, op), lib=_LIBRARY)
 
 
 def reshaped(result: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

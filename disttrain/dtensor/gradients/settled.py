@@ -74,8 +74,9 @@ def settle_gradient(leaf: Any) -> None:
 
     Other leaves keep the layouts in which gradients arrive, as torch's DTensor does for all.
     """
-    if isinstance(leaf, nn.Parameter):
-        grad: Any = leaf.grad
+    grad: Any = leaf.grad
+    # First: to ask for nn.Parameter takes torch longer.
+    if getattr(grad, "_spec", None) is not leaf._spec and isinstance(leaf, nn.Parameter):
         layout = _wanted(leaf, grad)
         if layout is not None and not _waits(leaf, grad, layout):
             with torch.no_grad():

@@ -6,6 +6,8 @@ them goes each rank's own finding about its weights, so that all ranks raise the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from disttrain.errors import CompileError, ShapeError
@@ -14,8 +16,11 @@ from disttrain.experts.exchange.base import NAME, Exchange
 from disttrain.experts.exchange.expert_cut import ExpertCut
 from disttrain.experts.exchange.sizes import packed
 from disttrain.kernels.grouped.rows import ExpertOrder
-from disttrain.process_group import ProcessGroup, Work, all_to_all_single
+from disttrain.process_group import ProcessGroup, Work
 from disttrain.process_group.door import issue
+
+_Splits = tuple[list[int], list[int], int, int]
+"""Rows to each rank and from each, and the sums of both."""
 
 
 class AllToAll(Exchange):
@@ -25,6 +30,7 @@ class AllToAll(Exchange):
         super().__init__(group)
         self._host_buffers: list[torch.Tensor] = []
         self._without_rows: dict[tuple[torch.dtype, int], tuple[torch.Tensor]] = {}
+        self._one_each = [1] * group.group_size
 
     def route(self, order: ExpertOrder, num_experts: int, weights: torch.Tensor | None, most_rows: int) -> SizedRoute:
         """Begin to exchange the sizes; see `Exchange`."""
@@ -38,21 +44,33 @@ class AllToAll(Exchange):
         cut = ExpertCut.of(num_experts, self.group.group_size)
         sizes = packed(order.ends, cut, weights)
         own, others = sizes.unbind()
-        work = all_to_all_single(others, own, group=self.group, async_op=True)
-        assert work is not None
-        return SizedRoute(self, order, cut, sizes, work)
+        # On the device alone: the host does not wait for it before it reads.
+        self._exchange(others, own, self._one_each, self._one_each, None, async_op=False)
+        return SizedRoute(self, order, cut, sizes)
 
-    def send(self, output: torch.Tensor, rows: torch.Tensor, received: list[int], sent: list[int]) -> Work:
-        """Begin an all_to_all_single of sizes that are known to fit, which need no checks; they are others at each
-        call, and the recorder is told of rows without their number."""
-        run = self.group.backend_of("all_to_all_single", rows).all_to_all_single
-        arguments, kind = (output, rows, received, sent, True), (rows.dtype, rows.shape[1])
+    def send(
+        self, output: torch.Tensor, rows: torch.Tensor, received: list[int], sent: list[int], *, async_op: bool
+    ) -> Work | None:
+        """Exchange rows, whose numbers are others at each call: the recorder is told of rows without them."""
+        kind = (rows.dtype, rows.shape[1])
         like = self._without_rows.get(kind)
         if like is None:
             like = self._without_rows[kind] = (rows.new_empty((0, rows.shape[1])),)
-        work = issue(self.group, "all_to_all_single", run, arguments, (rows,), (output,), async_op=True, recorded=like)
-        assert work is not None
-        return work
+        return self._exchange(output, rows, received, sent, like, async_op)
+
+    def _exchange(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        received: list[int],
+        sent: list[int],
+        recorded: Sequence[torch.Tensor] | None,
+        async_op: bool,
+    ) -> Work | None:
+        """An all_to_all_single of sizes that are known to fit, which need no checks."""
+        run = self.group.backend_of("all_to_all_single", input).all_to_all_single
+        arguments = (output, input, received, sent, async_op)
+        return issue(self.group, "all_to_all_single", run, arguments, (input,), (output,), async_op, recorded=recorded)
 
     def host_buffer(self, like: torch.Tensor) -> torch.Tensor:
         """Pinned memory, of which a few are enough: each is read before the next layer asks."""
@@ -68,13 +86,12 @@ class AllToAll(Exchange):
 class SizedRoute:
     """A Route whose sizes are known to the host once rows are sent."""
 
-    def __init__(self, owner: AllToAll, order: ExpertOrder, cut: ExpertCut, sizes: torch.Tensor, work: Work) -> None:
+    def __init__(self, owner: AllToAll, order: ExpertOrder, cut: ExpertCut, sizes: torch.Tensor) -> None:
         self._owner = owner
         self._group = owner.group
         self._cut = cut
         self._sizes = sizes
         self._num_home = order.order.shape[0]
-        work.wait()
         self._host: torch.Tensor | None = None
         self._copied: torch.cuda.Event | None = None
         if sizes.is_cuda:
@@ -82,19 +99,18 @@ class SizedRoute:
             self._host.copy_(sizes, non_blocking=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
-        self._splits: tuple[list[int], list[int]] | None = None
+        self._splits: _Splits | None = None
         self._arrival: ExpertOrder
         self.ends: torch.Tensor
 
-    def start(self, rows: torch.Tensor, is_back: bool) -> tuple[torch.Tensor, Work]:
-        sent, received = self._splits or self._read()
-        num_sent = sum(sent)
+    def start(self, rows: torch.Tensor, is_back: bool, *, async_op: bool = True) -> tuple[torch.Tensor, Work | None]:
+        sent, received, num_sent, num_received = self._splits or self._read()
         if is_back:
             rows = rows.index_select(0, self._arrival.slots)
             sent, received = received, sent
             output = coming = rows.new_empty((self._num_home, rows.shape[1]))
         else:
-            output = coming = rows.new_empty((sum(received), rows.shape[1]))
+            output = coming = rows.new_empty((num_received, rows.shape[1]))
         if num_sent != self._num_home:
             # Assignments without an expert come last: they are not sent, and nothing comes for them.
             if is_back:
@@ -102,13 +118,14 @@ class SizedRoute:
                 coming[num_sent:] = 0
             else:
                 rows = rows[:num_sent]
-        return coming, self._owner.send(output, rows.contiguous(), received, sent)
+        return coming, self._owner.send(output, rows.contiguous(), received, sent, async_op=async_op)
 
-    def finish(self, coming: torch.Tensor, work: Work, is_back: bool) -> torch.Tensor:
-        work.wait()
+    def finish(self, coming: torch.Tensor, work: Work | None, is_back: bool) -> torch.Tensor:
+        if work is not None:
+            work.wait()
         return coming if is_back else coming.index_select(0, self._arrival.order)
 
-    def _read(self) -> tuple[list[int], list[int]]:
+    def _read(self) -> _Splits:
         """Read the sizes, and learn from them how what comes is to be sorted."""
         sizes = self._sizes
         chunk = self._cut.chunk
@@ -123,12 +140,12 @@ class SizedRoute:
         if bad:
             self._refuse(bad)
         sent, received = ([int(total) for total, _ in side] for side in tails)
-        self._splits = sent, received
+        self._splits = splits = sent, received, sum(sent), sum(received)
         # Not the pad of a rank that has fewer experts than others.
         counts = sizes[1, :, : self._cut.num_experts_of(self._group.group_rank)]
-        self._arrival = arrange(counts, sum(received))
+        self._arrival = arrange(counts, splits[3])
         self.ends = self._arrival.ends
-        return self._splits
+        return splits
 
     def _refuse(self, ranks: list[int]) -> None:
         members = ", ".join(str(self._group.members[rank]) for rank in ranks)

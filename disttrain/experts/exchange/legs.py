@@ -17,9 +17,9 @@ class Route(Protocol):
     ends: torch.Tensor
     """(experts of this rank,) int32 on the device: the first row after each one's. Once rows have begun to come."""
 
-    def start(self, rows: torch.Tensor, is_back: bool) -> tuple[torch.Tensor, Any]:
+    def start(self, rows: torch.Tensor, is_back: bool, *, async_op: bool = True) -> tuple[torch.Tensor, Any]:
         """Begin to send rows that lie as on the sending side. Returns what will hold those that come, and what `finish`
-        waits for."""
+        waits for; without `async_op` that is waited for already, which takes the host less."""
         ...
 
     def finish(self, coming: torch.Tensor, work: Any, is_back: bool) -> torch.Tensor:

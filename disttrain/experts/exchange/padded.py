@@ -87,19 +87,18 @@ class PaddedRoute:
         self._sources: torch.Tensor | None = None
         self._homes: torch.Tensor | None = None
 
-    def start(self, rows: torch.Tensor, is_back: bool) -> tuple[torch.Tensor, Work]:
+    def start(self, rows: torch.Tensor, is_back: bool, *, async_op: bool = True) -> tuple[torch.Tensor, Work | None]:
         size, width = self._cut.num_ranks * self._most_rows, rows.shape[1]
         sent = rows.index_select(0, self._arrival.slots) if is_back else self._in_blocks(rows)
         # The last row of what comes back is zeros: that of assignments without an expert.
         coming = rows.new_empty((size + is_back, width))
         if is_back:
             coming[-1] = 0
-        work = all_to_all_single(coming[:size], sent, group=self._group, async_op=True)
-        assert work is not None
-        return coming, work
+        return coming, all_to_all_single(coming[:size], sent, group=self._group, async_op=async_op)
 
-    def finish(self, coming: torch.Tensor, work: Work, is_back: bool) -> torch.Tensor:
-        work.wait()
+    def finish(self, coming: torch.Tensor, work: Work | None, is_back: bool) -> torch.Tensor:
+        if work is not None:
+            work.wait()
         return coming.index_select(0, self._home_slots() if is_back else self._arrival.order)
 
     def _in_blocks(self, rows: torch.Tensor) -> torch.Tensor:

@@ -83,7 +83,9 @@ class Peers(FixedRoom):
         issue(self.group, "all_gather_into_tensor", run, (all_counts, counts), (counts,), (all_counts,), async_op=False)
         return all_counts
 
-    def push(self, rows: torch.Tensor, blocks: Blocks, coming: torch.Tensor, num_coming: torch.Tensor) -> Any:
+    def push(
+        self, rows: torch.Tensor, blocks: Blocks, coming: torch.Tensor, num_coming: torch.Tensor, *, async_op: bool
+    ) -> Any:
         """Begin to write rows to where their blocks go.
 
         Args: coming  is filled with what comes to this rank, `num_coming` () rows, once the result is waited for.
@@ -96,7 +98,7 @@ class Peers(FixedRoom):
             self._arriving = arriving = _Arriving(self, output, num_coming, offset)
             return arriving
 
-        return issue(self.group, "all_to_all_single", run, (coming, rows), (rows,), (coming,), async_op=True)
+        return issue(self.group, "all_to_all_single", run, (coming, rows), (rows,), (coming,), async_op)
 
     def read(self, coming: torch.Tensor, num_coming: torch.Tensor, offset: int) -> None:
         """Copy what has come, once all ranks have written it."""
@@ -182,14 +184,15 @@ class PeerRoute:
         self._paths: Paths = paths_of(owner.share(counts), cut, owner.group.group_rank)
         self.ends = self._paths.ends
 
-    def start(self, rows: torch.Tensor, is_back: bool) -> tuple[torch.Tensor, Any]:
+    def start(self, rows: torch.Tensor, is_back: bool, *, async_op: bool = True) -> tuple[torch.Tensor, Any]:
         there, back, _ = self._paths
         blocks, num_coming = (back, there.ends[-1]) if is_back else (there, back.ends[-1])
         coming = rows.new_empty((self._num_home if is_back else self._most_come, rows.shape[1]))
-        return coming, self._owner.push(rows, blocks, coming, num_coming)
+        return coming, self._owner.push(rows, blocks, coming, num_coming, async_op=async_op)
 
     def finish(self, coming: torch.Tensor, work: Any, is_back: bool) -> torch.Tensor:
-        work.wait()
+        if work is not None:
+            work.wait()
         return coming
 
 

@@ -13,7 +13,6 @@ from disttrain._python.made_classes import made_by
 from disttrain.dtensor import Placement, Replicate, Shard, StridedShard
 from disttrain.errors import ShapeError
 from disttrain.experts.crossing import GatedExperts
-from disttrain.experts.exchange.expert_cut import ExpertCut
 from disttrain.experts.expert_layer import ExpertLayer
 from disttrain.experts.hidden_cut import hidden_placements
 from disttrain.experts.models.computation import Assumed, Computation, named
@@ -65,11 +64,10 @@ class StackedExperts(ExpertLayer):
 
     def gated_experts(self) -> GatedExperts | None:
         """This rank's experts, where it has some and they are nothing but gated layers."""
-        if self._how.gated is None or self._how.norm or self.exchange is None:
+        count = self.count_experts_here()
+        if self._how.gated is None or self._how.norm or not count:
             return None
-        group, num_experts = self.exchange.group, self.count_experts()
-        count = len(ExpertCut(num_experts, group.group_size).experts_of(group.group_rank))
-        return self._how.gated_experts(self._weights.stacks(self, count), self.float8) if count else None
+        return self._how.gated_experts(self._weights.stacks(self, count, crosses=True), self.float8)
 
     def mix_here(self, x: torch.Tensor, order: ExpertOrder, weights: torch.Tensor) -> torch.Tensor:
         """The forward where all experts are here, and tokens are sorted already."""

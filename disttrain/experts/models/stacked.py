@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from disttrain.experts.expert_layer import local_part, local_share
+from disttrain.experts.expert_layer import crossing_part, local_part, local_share
 from disttrain.experts.models.computation import Stacks, named
 
 _NAMES: Final = (
@@ -53,14 +53,17 @@ class StackedWeights:
         """All of them, with dots."""
         return (*self.into, self.down, *self.into_bias, *([self.down_bias] if self.down_bias else []))
 
-    def stacks(self, module: nn.Module, num_experts: int) -> Stacks:
-        """The tensors that `module` has on this rank, of `num_experts` experts."""
-        into = tuple(local_part(named(module, name)) for name in self.into)
-        down = local_part(named(module, self.down))
+    def stacks(self, module: nn.Module, num_experts: int, *, crosses: bool = False) -> Stacks:
+        """The tensors that `module` has on this rank, of `num_experts` experts; `crosses`: for a crossing."""
+        # Those that are joined or viewed below have to be plain.
+        is_as_given = crosses and not self.is_flat and (len(self.into) == 1 or not self.into_bias)
+        part = crossing_part if is_as_given else local_part
+        into = tuple(part(named(module, name)) for name in self.into)
+        down = part(named(module, self.down))
         if self.is_flat:
             into = tuple(weight.view(num_experts, -1, weight.shape[1]) for weight in into)
             down = down.view(num_experts, -1, down.shape[1]).transpose(1, 2)
-        biases = tuple(local_part(named(module, name)) for name in self.into_bias)
+        biases = tuple(part(named(module, name)) for name in self.into_bias)
         down_bias = local_share(named(module, self.down_bias), module) if self.down_bias else None
         return Stacks(into, down, biases, down_bias)
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from disttrain.kernels._torch import is_transformed
+
 
 def stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Stacks tensors along a new dim 0: a view where they lie at even distances in one storage, else a copy."""
@@ -36,7 +38,7 @@ class _SideBySide(torch.autograd.Function):
 def _distance(tensors: Sequence[torch.Tensor]) -> int | None:
     """Elements from one tensor to the next where all are at the same, in one storage; else None."""
     first = tensors[0]
-    if first.device.type == "meta" or not first.numel() or torch.compiler.is_compiling():
+    if first.device.type == "meta" or not first.numel() or torch.compiler.is_compiling() or is_transformed():
         return None
     begin, size = first.data_ptr(), first.element_size()
     storage = first.untyped_storage().data_ptr()

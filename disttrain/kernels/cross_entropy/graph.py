@@ -18,7 +18,7 @@ from disttrain.kernels.copies.operator import copy_all
 from disttrain.kernels.cross_entropy.linear_loss import Goal, Layer, Sums, Wanted, add_gradients, losses_of
 from disttrain.kernels.cross_entropy.pieces import LossTerms
 from disttrain.kernels.cross_entropy.plan import Blocks, plan_blocks
-from disttrain.kernels.operators import define
+from disttrain.kernels.operators import define, refuse_transforms
 from disttrain.pieces import piece_size
 from disttrain.process_group.current import current_world
 from disttrain.process_group.functional.order import run
@@ -47,6 +47,7 @@ def computed_losses(
           group_name  of the group that cuts the classes, or empty;
           sums_hidden  hidden's gradient is the sum of all ranks', else this rank's term.
     """
+    refuse_transforms(NAME)
     function = _Summed if is_summed else _Rows
     arguments = (hidden, weight, bias, target, class_weight, list(terms), group_name, block_bytes)
     return function.apply(sums_hidden, _wanted(hidden, weight, bias), *arguments)  # type: ignore[no-any-return, no-untyped-call]

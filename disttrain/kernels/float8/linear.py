@@ -23,6 +23,7 @@ from disttrain.kernels.float8.operator import Cast, cast, multiply
 from disttrain.kernels.float8.reference import LINE
 from disttrain.kernels.float8.weight import WEIGHT_DTYPE, Float8Gather, Float8Weight
 from disttrain.kernels.linear_backward import note_parameters, parameter_grads, refuse_create_graph
+from disttrain.kernels.operators import refuse_transforms
 from disttrain.weight_grads import Grads
 
 Recipe = Literal["tensorwise", "rowwise"]
@@ -42,6 +43,7 @@ def float8_linear(
     Gradient: of all three, once.
     """
     check_fits(x, weight, recipe)
+    refuse_transforms("float8_linear")
     # By which its cast is known again; autograd does not see it.
     original = None if torch.compiler.is_compiling() else ref(x)
     if is_within_autocast(x.device):

@@ -15,7 +15,7 @@ from disttrain.dtensor import Placement, Shard, register_sharding
 from disttrain.errors import ShapeError
 from disttrain.kernels.choice import choose
 from disttrain.kernels.glu import reference as glu_reference
-from disttrain.kernels.operators import batch, define, differentiate, refuse_second_derivative, reshaped
+from disttrain.kernels.operators import batch, call, define, differentiate, refuse_second_derivative, reshaped
 
 GELUS: Final = {"none": "gelu", "tanh": "gelu_tanh"}
 """The activation, by what torch calls approximate."""
@@ -42,7 +42,7 @@ def _product(operation: str, gate: torch.Tensor, up: torch.Tensor, activation: s
     if gate.shape != up.shape or gate.dtype != up.dtype or not gate.is_floating_point():
         problem = f"gate is {gate.dtype} of shape {tuple(gate.shape)}, up {up.dtype} of {tuple(up.shape)}."
         raise ShapeError(operation, problem, "Give floats of one shape and dtype.")
-    return torch.ops.disttrain.glu(gate, up, activation)  # type: ignore[no-any-return]
+    return call(GLU, gate, up, activation)  # type: ignore[no-any-return]
 
 
 def _load() -> Any:
@@ -99,6 +99,7 @@ GLU_BACKWARD: Final = define(
 differentiate(GLU, _keep, _backward)
 refuse_second_derivative(GLU_BACKWARD)
 batch(GLU, 2)
+batch(GLU_BACKWARD, 3)
 
 Choices = list[tuple[list[Placement | None], list[Placement | None]]]
 

@@ -7,7 +7,7 @@ activation(gate) * up again. Source: Guo et al., "SonicMoE" (arXiv 2512.14080), 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -17,8 +17,7 @@ from disttrain.kernels.grouped.form import GatedForm
 from disttrain.kernels.grouped.table import Kernels
 
 
-@dataclass(frozen=True)
-class ExpertWeights:
+class ExpertWeights(NamedTuple):
     """Weights of experts, as `products.expert_mlp` takes them; `up` is None where `gate` holds both."""
 
     gate: torch.Tensor
@@ -28,8 +27,7 @@ class ExpertWeights:
     down_bias: torch.Tensor | None
 
 
-@dataclass(frozen=True)
-class Tokens:
+class Tokens(NamedTuple):
     """The way of tokens to experts: order, slots and ends of `ExpertOrder`; weights (tokens, k)."""
 
     order: torch.Tensor
@@ -42,8 +40,7 @@ class Tokens:
         return self.weights.shape[1]
 
 
-@dataclass(frozen=True)
-class Grads:
+class Grads(NamedTuple):
     """Gradients of an input, of weights (tokens, k) and of experts' weights; None for what nobody has or wants."""
 
     x: torch.Tensor | None
@@ -64,14 +61,16 @@ def forward(
     recipe: str,
     *,
     is_cleared: bool = True,
+    kernels: Kernels | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Computes results, and the products with gate and up, which backward wants.
 
     Args: x       (rows, D), sorted by expert, or (tokens, D) where there are `tokens`.
           recipe  of float8, empty for none.
           is_cleared  rows past the last end become zeros; else nobody may read them.
+          kernels  those of x, where they are known.
     """
-    kernels, weighted = kernels_of(x), _weighted(tokens)
+    kernels, weighted = kernels or kernels_of(x), _weighted(tokens)
     rows = x if tokens is None else kernels.take(x, tokens.order, ends, tokens.k, None)
     gate = product(rows, experts.gate, ends, form.is_transposed, recipe, kernels)
     up = None if experts.up is None else product(rows, experts.up, ends, form.is_transposed, recipe, kernels)
@@ -100,9 +99,10 @@ def backward(
     wants_experts: bool = True,
     *,
     is_cleared: bool = True,
+    kernels: Kernels | None = None,
 ) -> Grads:
     """Computes gradients of what `forward` took, which returned `gate` and `up`."""
-    kernels, weighted = kernels_of(x), _weighted(tokens)
+    kernels, weighted = kernels or kernels_of(x), _weighted(tokens)
     if tokens is not None:
         grad = kernels.take(grad, tokens.order, ends, tokens.k, None)
     of_down_bias = of_weights = None
@@ -162,8 +162,7 @@ def _halves(gate: torch.Tensor, up: torch.Tensor | None, form: GatedForm) -> tup
         return gate, up
     if form.is_interleaved:
         return gate[:, ::2], gate[:, 1::2]
-    size = gate.shape[1] // 2
-    return gate[:, :size], gate[:, size:]
+    return gate.chunk(2, 1)  # type: ignore[return-value]  # its stub tells no number
 
 
 def _outer(

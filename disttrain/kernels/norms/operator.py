@@ -18,7 +18,7 @@ from disttrain.dtensor import Partial, Placement, Replicate, Shard, register_sha
 from disttrain.errors import ShapeError
 from disttrain.kernels.choice import choose, wide_dtype
 from disttrain.kernels.norms import reference as norms_reference
-from disttrain.kernels.operators import batch, define, differentiate, refuse_second_derivative, reshaped
+from disttrain.kernels.operators import batch, call, define, differentiate, refuse_second_derivative, reshaped
 
 LARGEST_ROW: Final = 32768
 """Elements that a program keeps in registers."""
@@ -81,9 +81,9 @@ def _normed(
     if bias is not None and weight is None:
         raise ShapeError(operation, "there is a bias without a weight.", "Give a weight of ones.")
     if residual is None:
-        y, _ = torch.ops.disttrain.norm(x, weight, bias, eps, is_centered)
+        y, _ = call(NORM, x, weight, bias, eps, is_centered)
         return y  # type: ignore[no-any-return]
-    y, total, _ = torch.ops.disttrain.add_norm(x, residual, weight, bias, eps, is_centered)
+    y, total, _ = call(ADD_NORM, x, residual, weight, bias, eps, is_centered)
     return y, total
 
 
@@ -231,6 +231,7 @@ differentiate(ADD_NORM, _keep_add_norm, _backward_of_add_norm)
 refuse_second_derivative(NORM_BACKWARD)
 batch(NORM, 1)
 batch(ADD_NORM, 2)
+batch(NORM_BACKWARD, 0)  # which sums over all rows
 
 
 Choices = list[tuple[list[Placement | None], list[Placement | None]]]

@@ -13,8 +13,9 @@ import torch
 
 from disttrain.dtensor import Placement, Replicate, Shard, register_sharding
 from disttrain.errors import ShapeError
+from disttrain.kernels._torch import is_transformed
 from disttrain.kernels.choice import choose
-from disttrain.kernels.operators import define, differentiate
+from disttrain.kernels.operators import batch, call, define, differentiate
 from disttrain.kernels.rotary import reference as rotary_reference
 
 
@@ -29,7 +30,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_interlea
     Gradient: of x, any number of times.
     """
     _check("rotate", x, cos, sin)
-    return torch.ops.disttrain.rotate(x, cos, sin, is_interleaved, False)  # type: ignore[no-any-return]
+    return call(ROTATE, x, cos, sin, is_interleaved, False)  # type: ignore[no-any-return]
 
 
 def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_interleaved: bool = False) -> torch.Tensor:
@@ -39,12 +40,13 @@ def rotate_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_interle
     if any(size > 1 and not stride for size, stride in zip(x.shape, x.stride(), strict=True)):
         problem = f"x is expanded: its shape is {tuple(x.shape)}, its strides are {x.stride()}."
         raise ShapeError("rotate_", problem, "Use rotate, or x.contiguous().")
-    if torch.is_grad_enabled() and x.requires_grad:
-        if x.is_leaf:
-            raise ShapeError("rotate_", "x is a leaf that requires a gradient.", "Use rotate.")
-        if torch.compiler.is_compiling():
-            # A graph plans memory by itself.
-            return x.copy_(rotate(x, cos, sin, is_interleaved=is_interleaved))
+    needs_grad = torch.is_grad_enabled() and x.requires_grad
+    if needs_grad and x.is_leaf:
+        raise ShapeError("rotate_", "x is a leaf that requires a gradient.", "Use rotate.")
+    if (needs_grad and torch.compiler.is_compiling()) or (not torch.compiler.is_compiling() and is_transformed()):
+        # A graph plans memory by itself; transforms know no formula of what writes to its arguments.
+        return x.copy_(rotate(x, cos, sin, is_interleaved=is_interleaved))
+    if needs_grad:
         return _InPlace.apply(x, cos, sin, is_interleaved)  # type: ignore[no-any-return, no-untyped-call]
     torch.ops.disttrain.rotate_(x, cos, sin, is_interleaved, False)
     return x
@@ -106,7 +108,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> Any:
-    result = torch.ops.disttrain.rotate(grad, *ctx.saved_tensors, ctx.is_interleaved, not ctx.is_back)
+    result = call(ROTATE, grad, *ctx.saved_tensors, ctx.is_interleaved, not ctx.is_back)
     return result, None, None, None, None
 
 
@@ -115,7 +117,8 @@ ROTATE: Final = define(
     f"rotate(Tensor x, {_ANGLES}) -> Tensor", _rotate, lambda x, *_: torch.empty_like(x), is_traceable=True
 )
 define(f"rotate_(Tensor(a!) x, {_ANGLES}) -> ()", _rotate_in_place, lambda *_: None)
-differentiate(ROTATE, _keep, _backward)
+differentiate(ROTATE, _keep, _backward, is_repeatable=True)
+batch(ROTATE, 0)  # which takes four dims, and no more
 
 Choices = list[tuple[list[Placement | None], list[Placement | None]]]
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from disttrain.autocast import is_within_autocast
 from disttrain.kernels._torch import multiply24, pack24, search24, stamp_of
 from disttrain.kernels.linear_backward import note_parameters, parameter_grads, refuse_create_graph
-from disttrain.kernels.operators import define
+from disttrain.kernels.operators import define, refuse_transforms
 from disttrain.weight_grads import Grads
 
 TILE: Final = 4
@@ -104,6 +104,7 @@ def sparse24_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
         x = x.to(torch.get_autocast_dtype(x.device.type))
     if x.dtype != weight.dtype:
         return F.linear(x, weight, bias)
+    refuse_transforms("sparse24_linear")
     rows = x.reshape(-1, x.shape[-1])
     result: torch.Tensor = _Sparse24Linear.apply(  # type: ignore[no-untyped-call]
         rows, weight, bias, packed.weight, packed.transposed, packed.stamp
