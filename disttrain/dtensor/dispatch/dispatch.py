@@ -71,7 +71,7 @@ from disttrain.dtensor.spec.layout import Spec
 from disttrain.dtensor.views.calls import is_view_copy, run_with_copies
 
 MAX_PLANS = 4096
-"""Plans kept for one leading operand's spec, or for one layout; past it, all are forgotten."""
+"""Plans kept for one leading operand's spec, or for one form; past it, all are forgotten."""
 
 facts = cache(facts_of)
 
@@ -122,8 +122,9 @@ def _run_new(
     """Runs a call for which there is no plan yet, and keeps the plan for calls like it."""
     if leader is None or key is None or leader.is_symbolic:
         return _plan(wrap, op, args, kwargs).run(args, kwargs)
-    form = form_of_key(leader, key)
-    any_size = None if form is None else leader.layout.plans.get(form)
+    form = leader.form
+    form_key = None if form is None else form_of_key(leader, key)
+    any_size = None if form is None or form_key is None else form.plans.get(form_key)
     if type(any_size) is AnySizePlan:
         return _run_in_new_size(wrap, op, leader, key, any_size, args, kwargs)
     if any_size is not None and type(any_size) is not RuleChoice:
@@ -135,8 +136,8 @@ def _run_new(
         plan = _plan(wrap, op, args, kwargs)
     if plan.is_lasting:
         _keep(leader.plans, key, plan.run)
-    if form is not None and plan.any_size is not None:
-        _keep(leader.layout.plans, form, plan.any_size)
+    if form is not None and form_key is not None and plan.any_size is not None:
+        _keep(form.plans, form_key, plan.any_size)
     if plan.as_seen is None:
         return plan.run(args, kwargs)
     return _run_first(leader, key, plan.run, plan.as_seen, args, kwargs)

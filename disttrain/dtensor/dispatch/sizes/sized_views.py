@@ -10,7 +10,7 @@ import torch
 
 from disttrain.dtensor._torch import OpOverload, binding_of, off_the_record
 from disttrain.dtensor.dispatch.call_plan import Run, Wrap, simple, viewing
-from disttrain.dtensor.dispatch.sizes.size_forms import EXPAND, GRADIENTS, REGROUPING, SIZED, regrouping
+from disttrain.dtensor.dispatch.sizes.size_forms import EXPAND, GRADIENTS, REGROUPING, SIZED, resolved
 from disttrain.dtensor.dispatch.sizes.view_formulas import views_of
 from disttrain.dtensor.rules import Compute, OpCall, Propagation, Rule
 from disttrain.dtensor.rules.dim_maps import with_argument
@@ -38,7 +38,7 @@ class SizedView(NamedTuple):
     def _results(self, leader: Spec, args: Sequence[Any]) -> list[Spec]:
         op = self.call.op
         if op in REGROUPING and leader.is_contiguous:
-            shape = regrouping(leader.shape, tuple(args[1]))[0]
+            shape = resolved(leader.shape, tuple(args[1]))
             assert shape is not None  # else there is no form
             return [Spec.even(self.layout, shape, self.layout.even_part(shape), leader.dtype)]
         if op in GRADIENTS:
