@@ -125,10 +125,11 @@ def _run_new(
     form = leader.form
     form_key = None if form is None else form_of_key(leader, key)
     any_size = None if form is None or form_key is None else form.plans.get(form_key)
-    if type(any_size) is AnySizePlan:
+    kind = type(any_size)
+    if kind is AnySizePlan:
         return _run_in_new_size(wrap, op, leader, key, any_size, args, kwargs)
-    if any_size is not None and type(any_size) is not RuleChoice:
-        run = any_size.bound(wrap, leader, args) if type(any_size) is SizedView else any_size
+    if any_size is not None and kind is not RuleChoice:
+        run = any_size.bound(wrap, leader, args) if kind is SizedView else any_size
         _keep(leader.plans, key, run)
         return run(args, kwargs)
     plan = None if any_size is None else _plan_as_chosen(wrap, op, args, kwargs, any_size)
@@ -171,16 +172,16 @@ def _run_in_new_size(
     kwargs: dict[str, Any],
 ) -> Any:
     """A call that was planned for other sizes, and is then kept for its own."""
-    is_alike = any_size.numbers is None or any_size.numbers == numbers_of(args, kwargs)
-    ran = any_size.run(wrap, args, kwargs) if is_alike else None
+    numbers = any_size.numbers
+    ran = any_size.run(wrap, args, kwargs) if numbers is None or numbers == numbers_of(args, kwargs) else None
     if ran is None:
         run = _plan(wrap, op, args, kwargs).run
         result = run(args, kwargs)
     else:
         run, result, specs = ran
-        if any_size.numbers is not None:
+        if numbers is not None:
             run = _while_numbers_last(wrap, op, args, kwargs, run)
-        if not _is_inexact(leader.dtype):
+        if not leader.dtype.is_floating_point:
             run = _while_dtype_lasts(wrap, op, (leader,), next(spec.dtype for spec in specs if spec), run)
     _keep(leader.plans, key, run)
     return result

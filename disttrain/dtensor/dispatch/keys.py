@@ -90,16 +90,15 @@ def form_of_key(leader: Spec, key: Key) -> Key | None:
     shortened = sized(leader, key)
     if shortened is None or _WITH_SPECS.isdisjoint(map(type, shortened)):
         return shortened
-    parts: list[Any] = []
-    for part in shortened:
-        kind = type(part)
-        if kind is Spec:
-            part = part.form
-            if part is None:
-                return None
-        elif kind is tuple and part and type(part[0]) is Spec:
-            part = tuple([each.form if type(each) is Spec else each for each in part])
-            if None in part:
-                return None
-        parts.append(part)
-    return tuple(parts)
+    parts = [
+        part.form if (kind := type(part)) is Spec else part if kind is not tuple else _form_of_list(part)
+        for part in shortened
+    ]
+    return None if parts.count(None) > shortened.count(None) else tuple(parts)
+
+
+def _form_of_list(part: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    if not part or type(part[0]) is not Spec:
+        return part
+    forms = tuple([each.form if type(each) is Spec else each for each in part])
+    return None if None in forms else forms

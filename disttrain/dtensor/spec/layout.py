@@ -184,16 +184,19 @@ class Spec:
         """The one spec of these; there are no symbols among the sizes."""
         key = (layout, shape, stride, dtype)
         reference = _SPECS.get(key)
-        spec = None if reference is None else reference()
-        return cast(Self, cls._made(*key, is_symbolic=False)._first(key) if spec is None else spec)
+        spec: Any = None if reference is None else reference()
+        return cls._made(*key, is_symbolic=False)._first(key) if spec is None else spec
 
     @classmethod
     def even(cls, layout: Layout, shape: tuple[int, ...], part: tuple[int, ...], dtype: torch.dtype) -> Self:
         """The one spec of a contiguous tensor of which each rank has a part of shape `part`."""
-        spec = cls.interned(layout, shape, _strides(shape), dtype)
-        if spec._form is _UNKNOWN:
-            spec._local_shape = part
-            spec._form = layout.form_of(shape, part, dtype, is_contiguous=True)
+        key = (layout, shape, _strides(shape), dtype)
+        reference = _SPECS.get(key)
+        spec: Any = None if reference is None else reference()
+        if spec is None:
+            made = cls._made(*key, is_symbolic=False)
+            made._local_shape, made._form = part, layout.form_of(shape, part, dtype, is_contiguous=True)
+            return made._first(key)
         return spec
 
     @classmethod
@@ -210,7 +213,7 @@ class Spec:
         made._form = _UNKNOWN
         return made
 
-    def _first(self, key: _Key) -> Spec:
+    def _first(self, key: _Key) -> Any:
         """The spec of this key that was first, of several threads."""
         reference = _Reference(self, _forget)
         reference.key = key
@@ -280,7 +283,11 @@ class Spec:
         return True
 
     def _found_form(self) -> Form | None:
-        if self.view_copy is not None or not (self.is_even or self._has_even_blocks()):
+        if self.view_copy is not None:
+            return None
+        if self._local_shape is None and self.is_even and self.mesh.get_coordinate() is not None:
+            self._local_shape = self.layout.even_part(self.shape)
+        elif not (self.is_even or self._has_even_blocks()):
             return None
         return self.layout.form_of(self.shape, self.local_shape, self.dtype, is_contiguous=self.is_contiguous)
 

@@ -63,7 +63,11 @@ class AnySizePlan(NamedTuple):
         positions, compute = self.positions, self.compute
         if self.leads and positions is not None:
             num_operands = len(positions)
-            part = compute(*[tensor._local_tensor for tensor in args[:num_operands]], *args[num_operands:], **kwargs)
+            if num_operands == 1:
+                part = compute(args[0]._local_tensor, *args[1:], **kwargs)
+            else:
+                parts = [tensor._local_tensor for tensor in args[:num_operands]]
+                part = compute(*parts, *args[num_operands:], **kwargs)
             spec = self._spec(0, part, args)
             if spec is None:
                 return None
@@ -76,8 +80,8 @@ class AnySizePlan(NamedTuple):
         if positions is None:
             local_args[0] = [tensor._local_tensor for tensor in operands]
         else:
-            for position, tensor in zip(positions, operands, strict=True):
-                local_args[position] = tensor._local_tensor
+            for position in positions:
+                local_args[position] = args[position]._local_tensor
         if moves:
             Moves(moves).run(local_args)
         parts = compute(*local_args, **kwargs)

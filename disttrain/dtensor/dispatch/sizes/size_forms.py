@@ -32,6 +32,8 @@ def _view(leader: Spec, key: Key) -> Key | None:
 
     The same cut of the group's first new dim then is the same cut of the group, as long as it is even.
     """
+    groups: dict[int, int]
+    form: Any
     cuts, old = leader.layout.even_cuts, leader.shape
     if cuts is None or len(key) != 2 or type(key[1]) is not tuple or leader.is_symbolic:
         return None
@@ -40,9 +42,10 @@ def _view(leader: Spec, key: Key) -> Key | None:
         return None
     if 1 in old or 1 in new:
         groups, form = _regrouping(old, new)
+    elif len(cuts) == 1 and not cuts[0][0]:
+        return None if new[0] % cuts[0][1] else (key[0], len(new), 0)
     else:
-        # Groups begin where as many elements have gone before.
-        groups, form = _beginnings(old, new) if len(cuts) > 1 or cuts and cuts[0][0] else _BEGINNING, len(new)
+        groups, form = _beginnings(old, new), len(new)
     places = []
     for dim, num_pieces in cuts:
         new_dim = groups.get(dim)
@@ -52,11 +55,9 @@ def _view(leader: Spec, key: Key) -> Key | None:
     return key[0], form, *places
 
 
-_BEGINNING: Final = {0: 0}
-
-
 def _beginnings(old: Sequence[int], new: Sequence[int]) -> dict[int, int]:
-    """The dims that are the first of their groups, with the first new dims, where no size is one."""
+    """The dims that are the first of their groups, with the first new dims, where no size is one: groups begin where as
+    many elements have gone before."""
     places = {before: dim for dim, before in zip(range(len(new)), accumulate(new, mul, initial=1), strict=False)}
     befores = zip(range(len(old)), accumulate(old, mul, initial=1), strict=False)
     return {dim: places[before] for dim, before in befores if before in places}
@@ -117,6 +118,12 @@ def _number(_: Spec, key: Key) -> Key:
     return (key[0], int, *key[3:]) if len(key) > 2 and key[1] is int else key
 
 
+def _groups(_: Spec, key: Key) -> Key:
+    """Numbers of channels and of groups: sizes of batch and image, which stand with them before the last argument, are
+    the operand's."""
+    return (*key[:-9], key[-6], *key[-2:]) if key[-9:-1:2] == (int,) * 4 else key
+
+
 _ATEN: Final = torch.ops.aten
 REGROUPING: Final = frozenset({_ATEN.view.default, _ATEN._unsafe_view.default})
 """Operators that give an operand other sizes."""
@@ -130,6 +137,7 @@ _SHORTENED: Final[dict[object, Callable[[Spec, Key], Key | None]]] = {
     **{handle_of(op): _view for op in REGROUPING},
     **{handle_of(op): _gradient for op in GRADIENTS},
     handle_of(EXPAND): _expand,
+    **{handle_of(op): _groups for op in (_ATEN.native_group_norm.default, _ATEN.native_group_norm_backward.default)},
     **{
         handle_of(getattr(getattr(_ATEN, name), overload)): _number
         for name in ("add", "div", "mul", "sub")
