@@ -7,7 +7,6 @@ arguments. The usual calls, where nothing moves and one tensor comes out, have c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch

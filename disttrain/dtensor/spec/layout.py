@@ -104,9 +104,7 @@ class Layout:
             sizes[dim] //= num_pieces
         return tuple(sizes)
 
-    def form_of(
-        self, shape: Sequence[int], part: Sequence[int], dtype: torch.dtype, *, is_contiguous: bool
-    ) -> Form:
+    def form_of(self, shape: Sequence[int], part: Sequence[int], dtype: torch.dtype, *, is_contiguous: bool) -> Form:
         """The form of specs of such sizes, of which each rank has a part of shape `part`."""
         key = (dtype, is_contiguous, _ones(shape, part) if 1 in part or 0 in part else len(part))
         form = self.forms.get(key)

@@ -62,16 +62,7 @@ class AnySizePlan(NamedTuple):
         """How to run calls of these sizes, the results of this one, and their specs; None where it is to be planned."""
         positions, compute = self.positions, self.compute
         if self.leads and positions is not None:
-            num_operands = len(positions)
-            if num_operands == 1:
-                part = compute(args[0]._local_tensor, *args[1:], **kwargs)
-            else:
-                parts = [tensor._local_tensor for tensor in args[:num_operands]]
-                part = compute(*parts, *args[num_operands:], **kwargs)
-            spec = self._spec(0, part, args)
-            if spec is None:
-                return None
-            return simple(wrap, compute, num_operands, len(args), kwargs, spec), wrap(part, spec), (spec,)
+            return self._run_leading(wrap, args, kwargs, len(positions))
         operands = args[0] if positions is None else [args[position] for position in positions]
         moves = self._moving(operands) if self.moves else []
         if moves is None:
@@ -85,25 +76,40 @@ class AnySizePlan(NamedTuple):
         if moves:
             Moves(moves).run(local_args)
         parts = compute(*local_args, **kwargs)
-        specs: list[Spec | None] = []
-        results = parts if self.is_tuple else (parts,)
-        for index, part in enumerate(results):
-            spec = None
-            if isinstance(part, torch.Tensor):
-                twin = self.twins[index]
-                if twin is not None and _are_twins(results[twin], part):
-                    spec = specs[twin]
-                else:
-                    spec = self._spec(index, part, operands)
-                if spec is None:
-                    return None
-            specs.append(spec)
+        specs = self._specs(parts if self.is_tuple else (parts,), operands)
+        if specs is None:
+            return None
         if positions is None:
             assert specs[0] is not None
             run = of_list(wrap, compute, specs[0])
         else:
             run = placed(wrap, compute, positions, specs, moves)
         return run, wrapped(wrap, parts, specs), specs
+
+    def _run_leading(
+        self, wrap: Wrap, args: tuple[Any, ...], kwargs: dict[str, Any], num_operands: int
+    ) -> tuple[Run, Any, Sequence[Spec | None]] | None:
+        compute = self.compute
+        parts = [tensor._local_tensor for tensor in args[:num_operands]]
+        part = compute(*parts, *args[num_operands:], **kwargs)
+        spec = self._spec(0, part, args)
+        if spec is None:
+            return None
+        return simple(wrap, compute, num_operands, len(args), kwargs, spec), wrap(part, spec), (spec,)
+
+    def _specs(self, parts: Sequence[Any], operands: Sequence[Any]) -> list[Spec | None] | None:
+        """The specs of the results, None for what is no tensor; None where the strides of a part don't tell."""
+        specs: list[Spec | None] = []
+        for index, part in enumerate(parts):
+            spec = None
+            if isinstance(part, torch.Tensor):
+                twin = self.twins[index]
+                is_twin = twin is not None and _are_twins(parts[twin], part)
+                spec = specs[twin] if is_twin and twin is not None else self._spec(index, part, operands)
+                if spec is None:
+                    return None
+            specs.append(spec)
+        return specs
 
     def _moving(self, operands: Sequence[Any]) -> list[Move] | None:
         """The moves of operands of these sizes; None where something else may be chosen for them."""

@@ -59,8 +59,8 @@ def _beginnings(old: Sequence[int], new: Sequence[int]) -> dict[int, int]:
     """The dims that are the first of their groups, with the first new dims, where no size is one: groups begin where as
     many elements have gone before."""
     places = {before: dim for dim, before in zip(range(len(new)), accumulate(new, mul, initial=1), strict=False)}
-    befores = zip(range(len(old)), accumulate(old, mul, initial=1), strict=False)
-    return {dim: places[before] for dim, before in befores if before in places}
+    numbers_before = zip(range(len(old)), accumulate(old, mul, initial=1), strict=False)
+    return {dim: places[before] for dim, before in numbers_before if before in places}
 
 
 @lru_cache(4096)
