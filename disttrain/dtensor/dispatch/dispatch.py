@@ -124,7 +124,7 @@ def _run_new(
         return _plan(wrap, op, args, kwargs).run(args, kwargs)
     form = leader.form
     form_key = None if form is None else form_of_key(leader, key)
-    any_size = None if form is None or form_key is None else form.plans.get(form_key)
+    any_size: Any = None if form is None or form_key is None else form.plans.get(form_key)
     kind = type(any_size)
     if kind is AnySizePlan:
         return _run_in_new_size(wrap, op, leader, key, any_size, args, kwargs)

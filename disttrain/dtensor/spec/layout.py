@@ -183,7 +183,7 @@ class Spec:
         key = (layout, shape, stride, dtype)
         reference = _SPECS.get(key)
         spec: Any = None if reference is None else reference()
-        return cls._made(*key, is_symbolic=False)._first(key) if spec is None else spec
+        return cast(Self, cls._made(*key, is_symbolic=False)._first(key) if spec is None else spec)
 
     @classmethod
     def even(cls, layout: Layout, shape: tuple[int, ...], part: tuple[int, ...], dtype: torch.dtype) -> Self:
@@ -194,8 +194,8 @@ class Spec:
         if spec is None:
             made = cls._made(*key, is_symbolic=False)
             made._local_shape, made._form = part, layout.form_of(shape, part, dtype, is_contiguous=True)
-            return made._first(key)
-        return spec
+            return cast(Self, made._first(key))
+        return cast(Self, spec)
 
     @classmethod
     def _made(
