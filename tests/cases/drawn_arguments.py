@@ -285,6 +285,8 @@ class DrawnOfKinds(Drawn):
             return self.norms(operator)
         if operator.startswith("convolution") or re.search("pool[23]d", operator):
             return self.windows(operator)
+        if operator == "native_dropout":
+            return [operand, self.random.choice([0.0, 0.5, 1.0]), self.random.choice([None, True, False])]
         if operator == "topk":
             return [operand, self.random.randint(1, 3), dim]
         if operator in ("sort", "cumsum"):

@@ -22,6 +22,9 @@ def drawn_arguments(op: Any, shape: list[int], draw: random.Random) -> list[Any]
     if name == "split_with_sizes.default":
         first = draw.randint(0, size)
         return [[first, size - first], dim]
+    if name == "expand.default":
+        sizes = [draw.choice([length, length, -1, 3 if length == 1 else length]) for length in shape]
+        return [[*[draw.choice([1, 2, 3, -1, 0]) for _ in range(draw.randint(0, 2))], *sizes[draw.random() < 0.1 :]]]
     return {
         "permute.default": [[each - draw.choice([0, num_dims]) for each in draw.sample(range(num_dims), num_dims)]],
         "select.int": [dim, draw.randint(-size, size)],

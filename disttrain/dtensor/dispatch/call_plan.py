@@ -7,7 +7,6 @@ arguments. The usual calls, where nothing moves and one tensor comes out, have c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -193,58 +192,70 @@ def redistributing(spec: Spec, layout: Layout) -> Fetch:
 
 def viewing(wrap: Wrap, call: OpCall, compute: Compute, fetch: Fetch | None, specs: Sequence[Spec]) -> Run:
     """Closures for views and others of one operand: on its own memory, or on a copy that it lends."""
-    is_view = call.facts.is_view
-
-    def run_on_copy(args: tuple[Any, ...], kwargs: dict[str, Any], fetch: Fetch) -> Any:
-        if not is_view:
-            return wrapped(args[0], compute(fetch.read(args[0]._local_tensor), *args[1:], **kwargs), specs)
-        view_copy = ViewCopy(args[0], fetch)
-        return wrapped(
-            args[0], compute(view_copy.moved, *args[1:], **kwargs), [spec.as_view_copy(view_copy) for spec in specs]
-        )
-
-    def wrapped(viewed: torch.Tensor, results: Any, specs: Sequence[Spec]) -> Any:
-        if is_view and torch.is_inference_mode_enabled() and not viewed.is_inference():
-            # A view has a version counter if its base has one.
-            with torch.inference_mode(mode=False):
-                return wrapped(viewed, results, specs)
-        if isinstance(results, torch.Tensor):
-            return wrap(results, specs[0])
-        return [wrap(part, spec) for part, spec in zip(results, specs, strict=True)]
-
     if fetch is not None:
-        return lambda args, kwargs: run_on_copy(args, kwargs, fetch)
-    # The strides of a part are known to its rank alone. They may not allow a view that the whole's strides allow; a
-    # compiler that traces such a view raises ValueError.
-    instead = partial(run_on_copy, fetch=AS_CONTIGUOUS)
+        is_view = call.facts.is_view
+        return lambda args, kwargs: _run_on_copy(wrap, compute, fetch, specs, args, kwargs, is_view=is_view)
     if len(specs) == 1 and len(call.arguments) == 1 and not call.keywords and not call.facts.returns_list:
-        return _viewing_alone(wrap, compute, specs[0], instead, wrapped)
+        return _viewing_alone(wrap, compute, specs)
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             results = compute(args[0]._local_tensor, *args[1:], **kwargs)
         except (RuntimeError, ValueError):
-            return instead(args, kwargs)
+            return _run_on_copy(wrap, compute, AS_CONTIGUOUS, specs, args, kwargs)
         if type(results) is torch.Tensor and not torch.is_inference_mode_enabled():
             return wrap(results, specs[0])
-        return wrapped(args[0], results, specs)
+        return _views(wrap, args[0], results, specs)
 
     return run
 
 
-def _viewing_alone(
-    wrap: Wrap, compute: Compute, spec: Spec, instead: Run, wrapped: Callable[[torch.Tensor, Any, Sequence[Spec]], Any]
-) -> Run:
+def _viewing_alone(wrap: Wrap, compute: Compute, specs: Sequence[Spec]) -> Run:
     """The shortest of them: for `t`, `detach` and others that have no argument but their operand."""
+    spec = specs[0]
 
     def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             part = compute(args[0]._local_tensor)
         except (RuntimeError, ValueError):
-            return instead(args, kwargs)
-        return wrapped(args[0], part, (spec,)) if torch.is_inference_mode_enabled() else wrap(part, spec)
+            return _run_on_copy(wrap, compute, AS_CONTIGUOUS, specs, args, kwargs)
+        return _views(wrap, args[0], part, specs) if torch.is_inference_mode_enabled() else wrap(part, spec)
 
     return run
+
+
+def _run_on_copy(
+    wrap: Wrap,
+    compute: Compute,
+    fetch: Fetch,
+    specs: Sequence[Spec],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    is_view: bool = True,
+) -> Any:
+    """Runs on what `fetch` reads. Of a view the strides of a part, which its rank alone knows, may not allow what the
+    whole's strides allow; a compiler that traces such a view raises ValueError."""
+    if not is_view:
+        return _wrapped_alike(wrap, compute(fetch.read(args[0]._local_tensor), *args[1:], **kwargs), specs)
+    view_copy = ViewCopy(args[0], fetch)
+    results = compute(view_copy.moved, *args[1:], **kwargs)
+    return _views(wrap, args[0], results, [spec.as_view_copy(view_copy) for spec in specs])
+
+
+def _views(wrap: Wrap, viewed: torch.Tensor, results: Any, specs: Sequence[Spec]) -> Any:
+    """DTensors of parts that are views. A view has a version counter if its base has one."""
+    if torch.is_inference_mode_enabled() and not viewed.is_inference():
+        with torch.inference_mode(mode=False):
+            return _wrapped_alike(wrap, results, specs)
+    return _wrapped_alike(wrap, results, specs)
+
+
+def _wrapped_alike(wrap: Wrap, results: Any, specs: Sequence[Spec]) -> Any:
+    """DTensors of the part, or the list of parts, that an operator returned."""
+    if isinstance(results, torch.Tensor):
+        return wrap(results, specs[0])
+    return [wrap(part, spec) for part, spec in zip(results, specs, strict=True)]
 
 
 def _reshaping(call: OpCall, compute: Compute, moves: Sequence[Any], spec: Spec) -> Run:

@@ -71,7 +71,7 @@ from disttrain.dtensor.spec.layout import Spec
 from disttrain.dtensor.views.calls import is_view_copy, run_with_copies
 
 MAX_PLANS = 4096
-"""Plans kept for one leading operand's spec, or for one layout; past it, all are forgotten."""
+"""Plans kept for one leading operand's spec, or for one form; past it, all are forgotten."""
 
 facts = cache(facts_of)
 
@@ -122,12 +122,14 @@ def _run_new(
     """Runs a call for which there is no plan yet, and keeps the plan for calls like it."""
     if leader is None or key is None or leader.is_symbolic:
         return _plan(wrap, op, args, kwargs).run(args, kwargs)
-    form = form_of_key(leader, key)
-    any_size = None if form is None else leader.layout.plans.get(form)
-    if type(any_size) is AnySizePlan:
+    form = leader.form
+    form_key = None if form is None else form_of_key(leader, key)
+    any_size: Any = None if form is None or form_key is None else form.plans.get(form_key)
+    kind = type(any_size)
+    if kind is AnySizePlan:
         return _run_in_new_size(wrap, op, leader, key, any_size, args, kwargs)
-    if any_size is not None and type(any_size) is not RuleChoice:
-        run = any_size.bound(wrap, leader, args) if type(any_size) is SizedView else any_size
+    if any_size is not None and kind is not RuleChoice:
+        run = any_size.bound(wrap, leader, args) if kind is SizedView else any_size
         _keep(leader.plans, key, run)
         return run(args, kwargs)
     plan = None if any_size is None else _plan_as_chosen(wrap, op, args, kwargs, any_size)
@@ -135,8 +137,8 @@ def _run_new(
         plan = _plan(wrap, op, args, kwargs)
     if plan.is_lasting:
         _keep(leader.plans, key, plan.run)
-    if form is not None and plan.any_size is not None:
-        _keep(leader.layout.plans, form, plan.any_size)
+    if form is not None and form_key is not None and plan.any_size is not None:
+        _keep(form.plans, form_key, plan.any_size)
     if plan.as_seen is None:
         return plan.run(args, kwargs)
     return _run_first(leader, key, plan.run, plan.as_seen, args, kwargs)
@@ -170,16 +172,16 @@ def _run_in_new_size(
     kwargs: dict[str, Any],
 ) -> Any:
     """A call that was planned for other sizes, and is then kept for its own."""
-    is_alike = any_size.numbers is None or any_size.numbers == numbers_of(args, kwargs)
-    ran = any_size.run(wrap, args, kwargs) if is_alike else None
+    numbers = any_size.numbers
+    ran = any_size.run(wrap, args, kwargs) if numbers is None or numbers == numbers_of(args, kwargs) else None
     if ran is None:
         run = _plan(wrap, op, args, kwargs).run
         result = run(args, kwargs)
     else:
         run, result, specs = ran
-        if any_size.numbers is not None:
+        if numbers is not None:
             run = _while_numbers_last(wrap, op, args, kwargs, run)
-        if not _is_inexact(leader.dtype):
+        if not leader.dtype.is_floating_point:
             run = _while_dtype_lasts(wrap, op, (leader,), next(spec.dtype for spec in specs if spec), run)
     _keep(leader.plans, key, run)
     return result

@@ -14,6 +14,7 @@ from disttrain.dtensor.spec.layout import Spec
 
 _BY_VALUE = frozenset({int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 
+_WITH_SPECS = frozenset({Spec, tuple})
 _INTS = {int}
 _FLOATS = {float}
 
@@ -84,22 +85,20 @@ def _key_of_list(values: Sequence[Any]) -> Any:
 
 
 def form_of_key(leader: Spec, key: Key) -> Key | None:
-    """The key of a call, and its leading operand, whatever the operands' sizes; None where one is cut unevenly."""
-    if leader.form is None:
-        return None
+    """The key of a call, whatever the operands' sizes, to be looked up with its leading operand's form; None where an
+    operand is cut unevenly, or a call with other sizes may be planned otherwise."""
     shortened = sized(leader, key)
-    if shortened is None:
-        return None
-    parts: list[Any] = [leader.form]
-    for part in shortened:
-        form = part
-        if type(part) is Spec:
-            form = part.form
-        elif type(part) is tuple and part and type(part[0]) is Spec:
-            form = tuple([each.form if type(each) is Spec else each for each in part])
-            if None in form:
-                return None
-        if form is None and part is not None:
-            return None
-        parts.append(form)
-    return tuple(parts)
+    if shortened is None or _WITH_SPECS.isdisjoint(map(type, shortened)):
+        return shortened
+    parts = [
+        part.form if (kind := type(part)) is Spec else part if kind is not tuple else _form_of_list(part)
+        for part in shortened
+    ]
+    return None if parts.count(None) > shortened.count(None) else tuple(parts)
+
+
+def _form_of_list(part: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    if not part or type(part[0]) is not Spec:
+        return part
+    forms = tuple([each.form if type(each) is Spec else each for each in part])
+    return None if None in forms else forms

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -48,9 +49,22 @@ def _cut(letters: str) -> str:
 
 
 def _with_local_batch(call: OpCall, propagation: Propagation) -> Compute:
-    spec = local_spec(call, propagation, "input")
-    assert spec is not None
-    return guarded(call, propagation, with_arguments(call, {"N": spec.local_shape[0]}))
+    if not _is_told_its_batch(call):
+        spec = local_spec(call, propagation, "input")
+        assert spec is not None
+        return guarded(call, propagation, with_arguments(call, {"N": spec.local_shape[0]}))
+    op, place = call.op, call.facts.arguments.index("N")
+
+    def run(*args: Any) -> Any:
+        return op(*args[:place], args[0].shape[0], *args[place + 1 :])
+
+    return guarded(call, propagation, run)
+
+
+def _is_told_its_batch(call: OpCall) -> bool:
+    """Whether all arguments are given by position, as autograd does, so that a part's batch can take the whole's
+    place."""
+    return not call.keywords
 
 
 def _outputs(call: OpCall) -> tuple[torch.Tensor, ...]:
@@ -64,7 +78,9 @@ def _outputs(call: OpCall) -> tuple[torch.Tensor, ...]:
 
 
 _LAYER_NORM = Rule(signatures_of(layer_norm), zeros_where_empty, goes_by_layout=True)
-_GROUP_NORM = Rule(signatures_of(group_norm), _with_local_batch)
+_GROUP_NORM = Rule(
+    signatures_of(group_norm), _with_local_batch, goes_by_layout=True, computes_by_layout=_is_told_its_batch
+)
 
 RULES = {
     "aten._fused_rms_norm": _LAYER_NORM,

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Self, cast
-from weakref import WeakValueDictionary
+from itertools import accumulate
+from operator import mul
+from typing import Any, Final, Self, cast
+from weakref import WeakValueDictionary, ref
 
 import torch
 
@@ -23,7 +25,21 @@ from disttrain.dtensor.spec.shard_sizes import (
 from disttrain.dtensor.views.view_copy import ViewCopy
 from disttrain.mesh import DeviceMesh
 
+_Key = tuple["Layout", tuple[int, ...], tuple[int, ...], torch.dtype]
+
 _INTS = {int}
+
+
+class Form:
+    """What specs have in common of which calls are planned alike: layout, dtype, order, and which sizes are zero, one,
+    or one on each rank."""
+
+    __slots__ = ("is_contiguous", "plans")
+
+    def __init__(self, *, is_contiguous: bool) -> None:
+        self.is_contiguous = is_contiguous
+        self.plans: dict[Any, Any] = {}
+        """The plans of dispatch for a first operand of this form, whatever its sizes."""
 
 
 class Layout:
@@ -33,12 +49,12 @@ class Layout:
         "__weakref__",
         "_replicated",
         "even_cuts",
+        "forms",
         "has_partial",
         "is_replicated",
         "is_symbolic",
         "mesh",
         "placements",
-        "plans",
     )
 
     mesh: DeviceMesh
@@ -50,8 +66,8 @@ class Layout:
     """Each dim that is cut, and into how many pieces; None where a cut is strided."""
     is_symbolic: bool
     """True when a placement counts blocks by a symbol, as the compiler traces a flattened dim."""
-    plans: dict[Any, Any]
-    """The plans of dispatch for operands with this layout, whatever their shapes."""
+    forms: dict[Any, Form]
+    """The forms of specs with this layout."""
     _replicated: Layout | None
 
     def __new__(cls, mesh: DeviceMesh, placements: Sequence[Placement]) -> Self:
@@ -64,7 +80,7 @@ class Layout:
             layout.has_partial = any(placement.is_partial() for placement in layout.placements)
             layout.even_cuts = _even_cuts(mesh, layout.placements)
             layout.is_symbolic = any(type(num_blocks(placement)) is not int for placement in layout.placements)
-            layout.plans = {}
+            layout.forms = {}
             layout._replicated = None
             layout = _LAYOUTS.setdefault(key, layout)
         return cast(Self, layout)
@@ -87,6 +103,12 @@ class Layout:
         for dim, num_pieces in self.even_cuts or ():
             sizes[dim] //= num_pieces
         return tuple(sizes)
+
+    def form_of(self, shape: Sequence[int], part: Sequence[int], dtype: torch.dtype, *, is_contiguous: bool) -> Form:
+        """The form of specs of such sizes, of which each rank has a part of shape `part`."""
+        key = (dtype, is_contiguous, _ones(shape, part) if 1 in part or 0 in part else len(part))
+        form = self.forms.get(key)
+        return self.forms.setdefault(key, Form(is_contiguous=is_contiguous)) if form is None else form
 
     def concrete(self) -> Layout:
         """The same for the sizes at hand: a graph in which this is asked for is for these alone."""
@@ -147,7 +169,7 @@ class Spec:
     plans: dict[Any, Any]
     """The plans of dispatch for a first operand of this spec, by operator and other operands."""
     _local_shape: tuple[int, ...] | None
-    _form: tuple[Any, ...] | None
+    _form: Form | None
 
     def __new__(cls, layout: Layout, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Self:
         sizes, strides = tuple(shape), tuple(stride)
@@ -159,19 +181,21 @@ class Spec:
     def interned(cls, layout: Layout, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Self:
         """The one spec of these; there are no symbols among the sizes."""
         key = (layout, shape, stride, dtype)
-        spec = _SPECS.get(key)
-        if spec is None:
-            spec = _SPECS.setdefault(key, cls._made(layout, shape, stride, dtype, is_symbolic=False))
-        return cast(Self, spec)
+        reference = _SPECS.get(key)
+        spec: Any = None if reference is None else reference()
+        return cast(Self, cls._made(*key, is_symbolic=False)._first(key) if spec is None else spec)
 
     @classmethod
     def even(cls, layout: Layout, shape: tuple[int, ...], part: tuple[int, ...], dtype: torch.dtype) -> Self:
         """The one spec of a contiguous tensor of which each rank has a part of shape `part`."""
-        spec = cls.interned(layout, shape, contiguous_strides(shape), dtype)
-        if spec._form == ():
-            spec._local_shape = part
-            spec._form = (layout, dtype, True, *_ones(shape, part))
-        return spec
+        key = (layout, shape, _strides(shape), dtype)
+        reference = _SPECS.get(key)
+        spec: Any = None if reference is None else reference()
+        if spec is None:
+            made = cls._made(*key, is_symbolic=False)
+            made._local_shape, made._form = part, layout.form_of(shape, part, dtype, is_contiguous=True)
+            return cast(Self, made._first(key))
+        return cast(Self, spec)
 
     @classmethod
     def _made(
@@ -184,8 +208,17 @@ class Spec:
         made.view_copy = None
         made.plans = {}
         made._local_shape = None
-        made._form = ()
+        made._form = _UNKNOWN
         return made
+
+    def _first(self, key: _Key) -> Any:
+        """The spec of this key that was first, of several threads."""
+        reference = _Reference(self, _forget)
+        reference.key = key
+        first = _SPECS.setdefault(key, reference)()
+        if first is None:  # it went, and nobody has forgotten it yet
+            _SPECS[key], first = reference, self
+        return first
 
     @classmethod
     def of(cls, layout: Layout, shape: Sequence[int], dtype: torch.dtype) -> Spec:
@@ -195,7 +228,7 @@ class Spec:
     @property
     def is_contiguous(self) -> bool:
         """True for the strides that a new tensor has; sizes are no symbols."""
-        return self.stride == contiguous_strides(self.shape)
+        return self.stride == _strides(self.shape)
 
     @property
     def ndim(self) -> int:
@@ -203,10 +236,9 @@ class Spec:
         return len(self.shape)
 
     @property
-    def form(self) -> tuple[Any, ...] | None:
-        """Layout, dtype and order of a spec, whatever its sizes, but for which are zero, one, or one on each rank; None
-        where a cut is uneven."""
-        if self._form == ():
+    def form(self) -> Form | None:
+        """What it has in common with specs of other sizes; None where a cut is uneven."""
+        if self._form is _UNKNOWN:
             self._form = self._found_form()
         return self._form
 
@@ -248,10 +280,14 @@ class Spec:
                 return False
         return True
 
-    def _found_form(self) -> tuple[Any, ...] | None:
-        if self.view_copy is not None or not (self.is_even or self._has_even_blocks()):
+    def _found_form(self) -> Form | None:
+        if self.view_copy is not None:
             return None
-        return (self.layout, self.dtype, self.is_contiguous, *_ones(self.shape, self.local_shape))
+        if self._local_shape is None and self.is_even and self.mesh.get_coordinate() is not None:
+            self._local_shape = self.layout.even_part(self.shape)
+        elif not (self.is_even or self._has_even_blocks()):
+            return None
+        return self.layout.form_of(self.shape, self.local_shape, self.dtype, is_contiguous=self.is_contiguous)
 
     def _has_even_blocks(self) -> bool:
         """As `is_even`, where cuts are strided."""
@@ -286,10 +322,33 @@ class Spec:
         return f"Spec({self.layout}, {self.shape}, stride={self.stride}, {self.dtype})"
 
 
-def _ones(shape: Sequence[int], part: Sequence[int]) -> list[int]:
+_UNKNOWN: Final = Form(is_contiguous=False)
+"""In place of a form that is not looked up yet."""
+
+
+class _Reference(ref[Spec]):
+    """Of the table of specs, to one that is alive."""
+
+    __slots__ = ("key",)
+    key: _Key
+
+
+def _forget(reference: _Reference) -> None:
+    if _SPECS.get(reference.key) is reference:
+        del _SPECS[reference.key]
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Contiguous strides of sizes that are no symbols."""
+    if not shape or 0 in shape:
+        return contiguous_strides(shape)
+    return tuple(accumulate(shape[:0:-1], mul, initial=1))[::-1]
+
+
+def _ones(shape: Sequence[int], part: Sequence[int]) -> tuple[int, ...]:
     """Of each dim 2 where its size is one, 1 where that of parts is: parts would be broadcast where wholes are not. -1
     where it is zero."""
-    return [(size == 1) + (length == 1) if size else -1 for size, length in zip(shape, part, strict=True)]
+    return tuple([(size == 1) + (length == 1) if size else -1 for size, length in zip(shape, part, strict=True)])
 
 
 def _even_cuts(mesh: DeviceMesh, placements: Placements) -> tuple[tuple[int, int], ...] | None:
@@ -305,13 +364,17 @@ def _even_cuts(mesh: DeviceMesh, placements: Placements) -> tuple[tuple[int, int
 
 # Tables of values that are alive, not state: who holds an equal one gets the same object.
 _LAYOUTS: WeakValueDictionary[tuple[DeviceMesh, Placements], Layout] = WeakValueDictionary()
-_SPECS: WeakValueDictionary[tuple[Layout, tuple[int, ...], tuple[int, ...], torch.dtype], Spec] = WeakValueDictionary()
+_SPECS: dict[_Key, _Reference] = {}
+"""As a WeakValueDictionary, whose methods are Python: a new length asks for several new specs."""
 
 
 def forget_plans() -> None:
     """Plan every call anew: what plans were made by has changed."""
     # By their references, which are listed in one step: other threads add to the tables meanwhile.
-    for references in (_LAYOUTS.valuerefs(), _SPECS.valuerefs()):
-        for reference in references:
-            if (planned := reference()) is not None:
-                planned.plans.clear()
+    for reference in _LAYOUTS.valuerefs():
+        if (layout := reference()) is not None:
+            for form in [*layout.forms.values()]:
+                form.plans.clear()
+    for spec_reference in [*_SPECS.values()]:
+        if (spec := spec_reference()) is not None:
+            spec.plans.clear()

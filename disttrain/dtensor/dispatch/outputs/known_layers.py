@@ -247,6 +247,11 @@ def _log_sigmoid(operand: torch.Tensor) -> Results:
     return [(tuple(operand.shape), operand.dtype)] * 2 if operand.dtype.is_floating_point else None
 
 
+def _dropped(operand: torch.Tensor, _probability: float, _train: bool | None) -> Results:
+    shape = tuple(operand.shape)
+    return [(shape, operand.dtype), (shape, torch.bool)] if operand.dtype.is_floating_point else None
+
+
 _ATEN: Final = torch.ops.aten
 FROM_ANY_GRADIENT: Final = frozenset(
     {
@@ -279,6 +284,7 @@ LAYERS: Final[dict[OpOverload, Callable[..., Results]]] = {
     _ATEN.native_group_norm_backward.default: _group_norm_backward,
     _ATEN.native_batch_norm.default: _batch_norm,
     _ATEN.log_sigmoid_forward.default: _log_sigmoid,
+    _ATEN.native_dropout.default: _dropped,
     **{getattr(_ATEN, f"{name}_like").default: _alike for name in ("empty", "full", "ones", "zeros")},
     **{getattr(_ATEN, f"new_{name}").default: _new for name in ("empty", "full", "ones", "zeros")},
 }

@@ -46,9 +46,11 @@ class AnySizePlan(NamedTuple):
     alike: tuple[int | None, ...]
     """Of each result, an operand that lies as it does, and has its dtype: where their parts have one shape, the wholes
     have one spec."""
+    twins: tuple[int | None, ...]
+    """Of each result, an earlier one of that layout and dtype whose sizes are read in the same place."""
     is_tuple: bool
     leads: bool
-    """True where the operands are the first arguments."""
+    """True where the operands are the first arguments, none of them moves, and one tensor comes out."""
     moves: tuple[tuple[int, Layout], ...] = ()
     """Operands that are redistributed first; all have one shape and one dtype then."""
     numbers: list[float | complex] | None = None
@@ -58,7 +60,9 @@ class AnySizePlan(NamedTuple):
         self, wrap: Wrap, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Run, Any, Sequence[Spec | None]] | None:
         """How to run calls of these sizes, the results of this one, and their specs; None where it is to be planned."""
-        positions = self.positions
+        positions, compute = self.positions, self.compute
+        if self.leads and positions is not None:
+            return self._run_leading(wrap, args, kwargs, len(positions))
         operands = args[0] if positions is None else [args[position] for position in positions]
         moves = self._moving(operands) if self.moves else []
         if moves is None:
@@ -67,20 +71,45 @@ class AnySizePlan(NamedTuple):
         if positions is None:
             local_args[0] = [tensor._local_tensor for tensor in operands]
         else:
-            for position, tensor in zip(positions, operands, strict=True):
-                local_args[position] = tensor._local_tensor
+            for position in positions:
+                local_args[position] = args[position]._local_tensor
         if moves:
             Moves(moves).run(local_args)
-        parts = self.compute(*local_args, **kwargs)
-        specs = []
-        for index, part in enumerate(parts if self.is_tuple else (parts,)):
+        parts = compute(*local_args, **kwargs)
+        specs = self._specs(parts if self.is_tuple else (parts,), operands)
+        if specs is None:
+            return None
+        if positions is None:
+            assert specs[0] is not None
+            run = of_list(wrap, compute, specs[0])
+        else:
+            run = placed(wrap, compute, positions, specs, moves)
+        return run, wrapped(wrap, parts, specs), specs
+
+    def _run_leading(
+        self, wrap: Wrap, args: tuple[Any, ...], kwargs: dict[str, Any], num_operands: int
+    ) -> tuple[Run, Any, Sequence[Spec | None]] | None:
+        compute = self.compute
+        parts = [tensor._local_tensor for tensor in args[:num_operands]]
+        part = compute(*parts, *args[num_operands:], **kwargs)
+        spec = self._spec(0, part, args)
+        if spec is None:
+            return None
+        return simple(wrap, compute, num_operands, len(args), kwargs, spec), wrap(part, spec), (spec,)
+
+    def _specs(self, parts: Sequence[Any], operands: Sequence[Any]) -> list[Spec | None] | None:
+        """The specs of the results, None for what is no tensor; None where the strides of a part don't tell."""
+        specs: list[Spec | None] = []
+        for index, part in enumerate(parts):
             spec = None
             if isinstance(part, torch.Tensor):
-                spec = self._spec(index, part, operands)
+                twin = self.twins[index]
+                is_twin = twin is not None and _are_twins(parts[twin], part)
+                spec = specs[twin] if is_twin and twin is not None else self._spec(index, part, operands)
                 if spec is None:
                     return None
             specs.append(spec)
-        return self._bound(wrap, args, kwargs, specs, moves), wrapped(wrap, parts, specs), specs
+        return specs
 
     def _moving(self, operands: Sequence[Any]) -> list[Move] | None:
         """The moves of operands of these sizes; None where something else may be chosen for them."""
@@ -92,36 +121,29 @@ class AnySizePlan(NamedTuple):
 
     def _spec(self, index: int, part: torch.Tensor, operands: Sequence[Any]) -> Spec | None:
         """The spec of a result; None where the part's strides don't tell the whole's."""
-        is_contiguous = part.is_contiguous()
+        is_contiguous, part_shape = part.is_contiguous(), part.shape
         alike = self.alike[index]
-        if is_contiguous and alike is not None and part.shape == operands[alike]._local_tensor.shape:
+        if is_contiguous and alike is not None and part_shape == operands[alike]._local_tensor.shape:
             spec: Spec = operands[alike]._spec
             if part.dtype is spec.dtype:
                 return spec
-        shape = [*part.shape]
+        shape = [*part_shape]
         for dim, operand, operand_dim in self.sources[index]:
             shape[dim] = operands[operand]._spec.shape[operand_dim]
         if is_contiguous:
-            return Spec.even(self.layouts[index], tuple(shape), tuple(part.shape), part.dtype)
+            return Spec.even(self.layouts[index], tuple(shape), tuple(part_shape), part.dtype)
         if not _shows_order(part):
             return None
         return Spec.interned(self.layouts[index], tuple(shape), strides_in_order(shape, part.stride()), part.dtype)
 
-    def _bound(
-        self,
-        wrap: Wrap,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        specs: Sequence[Spec | None],
-        moves: Sequence[Move],
-    ) -> Run:
-        only = specs[0]
-        if self.positions is None:
-            assert only is not None
-            return of_list(wrap, self.compute, only)
-        if self.leads and not moves and not self.is_tuple and only is not None:
-            return simple(wrap, self.compute, len(self.positions), len(args), kwargs, only)
-        return placed(wrap, self.compute, self.positions, specs, moves)
+
+def _are_twins(first: Any, second: torch.Tensor) -> bool:
+    return (
+        isinstance(first, torch.Tensor)
+        and first.shape == second.shape
+        and first.is_contiguous()
+        and second.is_contiguous()
+    )
 
 
 def _shows_order(tensor: torch.Tensor) -> bool:
@@ -209,11 +231,25 @@ def _without_sizes(call: OpCall, rule: Rule, propagation: Propagation) -> AnySiz
     alike = [
         _alike(call, layout, output.dtype) for layout, output in zip(propagation.results, call.outputs, strict=True)
     ]
+    looks = [
+        (layout, output.dtype, source)
+        for layout, output, source in zip(propagation.results, call.outputs, sources, strict=True)
+    ]
+    twins = [looks.index(look) if looks.index(look) < index else None for index, look in enumerate(looks)]
     numbers = numbers_of(call.arguments, call.keywords) if rule.depends_on_numbers(call.operands) else None
-    leads = positions is not None and positions == tuple(range(len(positions)))
     is_tuple = len(call.facts.returned) > 1
+    leads = not moves and not is_tuple and leads_with_tensors(call)
     return AnySizePlan(
-        compute, positions, propagation.results, tuple(sources), tuple(alike), is_tuple, leads, tuple(moves), numbers
+        compute,
+        positions,
+        propagation.results,
+        tuple(sources),
+        tuple(alike),
+        tuple(twins),
+        is_tuple,
+        leads,
+        tuple(moves),
+        numbers,
     )
 
 
@@ -233,7 +269,7 @@ def _alike(call: OpCall, layout: Layout, dtype: torch.dtype) -> int | None:
             and spec.layout is layout
             and spec.dtype is dtype
             and spec.form is not None
-            and spec.form[2]
+            and spec.form.is_contiguous
         ):
             return index
     return None

@@ -10,7 +10,7 @@ import torch
 
 from disttrain.dtensor._torch import OpOverload, binding_of, off_the_record
 from disttrain.dtensor.dispatch.call_plan import Run, Wrap, simple, viewing
-from disttrain.dtensor.dispatch.sizes.size_forms import EXPAND, GRADIENTS, REGROUPING, SIZED, regrouping
+from disttrain.dtensor.dispatch.sizes.size_forms import EXPAND, GRADIENTS, REGROUPING, SIZED, resolved
 from disttrain.dtensor.dispatch.sizes.view_formulas import views_of
 from disttrain.dtensor.rules import Compute, OpCall, Propagation, Rule
 from disttrain.dtensor.rules.dim_maps import with_argument
@@ -25,6 +25,10 @@ class SizedView(NamedTuple):
     layout: Layout
     compute: Compute | None
     """What computes the view of a part; None if it is told the part's size."""
+    is_regrouping: bool
+    is_same: bool
+    """True for a view of all of a tensor, as it lies."""
+    is_gradient: bool
 
     def bound(self, wrap: Wrap, leader: Spec, args: Sequence[Any]) -> Run:
         """The closure for a call with an operand of spec `leader`."""
@@ -36,14 +40,16 @@ class SizedView(NamedTuple):
         return viewing(wrap, call, compute, None, specs)
 
     def _results(self, leader: Spec, args: Sequence[Any]) -> list[Spec]:
-        op = self.call.op
-        if op in REGROUPING and leader.is_contiguous:
-            shape = regrouping(leader.shape, tuple(args[1]))[0]
+        if self.is_same:
+            return [leader]
+        if self.is_regrouping and leader.form is not None and leader.form.is_contiguous:
+            shape = resolved(leader.shape, tuple(args[1]))
             assert shape is not None  # else there is no form
             return [Spec.even(self.layout, shape, self.layout.even_part(shape), leader.dtype)]
-        if op in GRADIENTS:
+        if self.is_gradient:
             shape = tuple(args[1])
             return [Spec.even(self.layout, shape, self.layout.even_part(shape), leader.dtype)]
+        op = self.call.op
         views = views_of(op, leader.shape, leader.stride, args[1:])
         if views is not None:
             return [Spec.interned(self.layout, shape, stride, leader.dtype) for shape, stride in views]
@@ -62,7 +68,7 @@ def sized_view(call: OpCall, rule: Rule, propagation: Propagation) -> SizedView 
     if call.op is _UNSAFE_VIEW and not call.operand.is_contiguous:
         return None
     if is_sized:
-        return SizedView(call, propagation.results[0], None)
+        return _sized(call, propagation, None)
     if rule.joint is not None or (rule.fetch is not None and rule.fetch(call, propagation) is not None):
         return None
     compute: Compute = binding_of(call.op)
@@ -73,7 +79,12 @@ def sized_view(call: OpCall, rule: Rule, propagation: Propagation) -> SizedView 
         compute = compute if local is call.op else local
     elif rule.fetch is not None:
         return None
-    return SizedView(call, propagation.results[0], compute)
+    return _sized(call, propagation, compute)
+
+
+def _sized(call: OpCall, propagation: Propagation, compute: Compute | None) -> SizedView:
+    op = call.op
+    return SizedView(call, propagation.results[0], compute, op in REGROUPING, op in _SAME, op in GRADIENTS)
 
 
 def _resizing(call: OpCall, shape: tuple[int, ...]) -> Compute:
@@ -87,4 +98,6 @@ def _resizing(call: OpCall, shape: tuple[int, ...]) -> Compute:
     return lambda part, *_: part.view(shape)
 
 
+_SAME: Final = frozenset({torch.ops.aten.alias.default, torch.ops.aten.detach.default})
+"""Views of all of a tensor, as it lies."""
 _UNSAFE_VIEW: Final[OpOverload] = torch.ops.aten._unsafe_view.default

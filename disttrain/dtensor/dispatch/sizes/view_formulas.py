@@ -103,10 +103,33 @@ def _split_into(shape: list[int], stride: list[int], sizes: Sequence[int], dim: 
     return [([*shape[:position], size, *shape[position + 1 :]], stride) for size in sizes]
 
 
+def _expanded(shape: list[int], stride: list[int], size: Sequence[int]) -> _Views:
+    num_new = len(size) - len(shape)
+    if num_new < 0 or not shape or min(size) < -1:
+        return None
+    sizes, strides = [*size], [0] * num_new + stride
+    for dim in range(len(size) - 1, -1, -1):
+        if dim < num_new:
+            if sizes[dim] < 0:
+                return None
+            # Of one element it lies as a dim around the next one would.
+            strides[dim] = sizes[dim + 1] * strides[dim + 1] if sizes[dim] == 1 else 0
+            continue
+        length = shape[dim - num_new]
+        if sizes[dim] in (-1, length):
+            sizes[dim] = length
+        elif length == 1:
+            strides[dim] = 0
+        else:
+            return None
+    return [(sizes, strides)]
+
+
 _ATEN: Final = torch.ops.aten
 _FORMULAS: Final[dict[OpOverload, Callable[..., _Views]]] = {
     _ATEN.alias.default: _same,
     _ATEN.detach.default: _same,
+    _ATEN.expand.default: _expanded,
     _ATEN.permute.default: _permuted,
     _ATEN.select.int: _selected,
     _ATEN.slice.Tensor: _sliced,
