@@ -8,7 +8,6 @@ objects. The first operator of a process is one in a process of its own, after b
 
 from __future__ import annotations
 
-import statistics
 import subprocess
 import sys
 import time
@@ -33,8 +32,7 @@ SIZES = (1 << 10, 1 << 14, 102_400)
 AXES = ("pp", "dp", "tp")
 NUM_PARAMETERS = 64
 CALLS = 5
-MESHES = ((4,), (2, 2), (2, 2, 2), (2, 2, 2, 2))
-QUICK_SIZES, QUICK_MESHES = (1 << 10, 1 << 14), ((2, 2),)
+QUICK_SIZES = (1 << 10, 1 << 14)
 PACKAGES: dict[str, Any] = {OURS: dtensor, TORCH: torch_dtensor}
 FIRST_OPERATOR = """
 import sys, time, torch
@@ -61,9 +59,6 @@ def rows(quick: bool) -> list[Row]:
     for world_size in QUICK_SIZES if quick else SIZES:
         with without_peers(world_size):
             taken += of_world(world_size, num_rounds)
-    for sizes in QUICK_MESHES if quick else MESHES:
-        with without_peers(torch.Size(sizes).numel()):
-            taken += new_lengths(sizes, num_rounds)
     return taken
 
 
@@ -111,46 +106,6 @@ def clip(side: str, mesh: Any) -> Callable[[], Any]:
     def call() -> None:
         norm: Any = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         norm.full_tensor()
-
-    return call
-
-
-def new_lengths(sizes: tuple[int, ...], num_rounds: int) -> Iterator[Row]:
-    """A small MLP with a norm: the first call with each length, and later ones.
-
-    torch's own kernels have had that length before, outside of DTensor: oneDNN builds some of them for each size.
-    """
-    taken: dict[str, dict[str, list[float]]] = {"a new length": {}, "that length again": {}}
-    for side, make in {OURS: disttrain.init_device_mesh, TORCH: torch_mesh}.items():
-        package, mesh = PACKAGES[side], make("cpu", sizes)
-        call, alone = mlp(package, mesh), torch.nn.Sequential(*layers())
-        for length in range(2, num_rounds + 6):
-            part = torch.randn(length, 16, 16)
-            alone(part).square().mean().backward()
-            extra = {"run_check": False} if side == TORCH else {}
-            x = package.DTensor.from_local(part, mesh, [package.Shard(0)] * len(sizes), **extra)
-            for kind, repeats in (("a new length", 1), ("that length again", 2)):
-                times_us = [cpu_us(lambda: call(x), 1) for _ in range(repeats)]  # noqa: B023  called at once
-                if length > 5:
-                    taken[kind].setdefault(side, []).append(statistics.median(times_us))
-    for kind, of_sides in taken.items():
-        yield row(f"MLP with norm, {kind}, {len(sizes)} axes", "us of CPU", of_sides)
-
-
-def layers() -> tuple[torch.nn.Module, ...]:
-    return torch.nn.LayerNorm(16), torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 16)
-
-
-def mlp(package: Any, mesh: Any) -> Callable[[torch.Tensor], object]:
-    model = torch.nn.Sequential(*layers())
-    for module in model.modules():
-        for name, parameter in [*module.named_parameters(recurse=False)]:
-            whole = package.distribute_tensor(parameter.detach(), mesh, [package.Replicate()] * mesh.ndim)
-            setattr(module, name, torch.nn.Parameter(whole))
-
-    def call(x: torch.Tensor) -> None:
-        y = model(x)
-        (y * y).mean().backward()
 
     return call
 
