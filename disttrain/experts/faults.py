@@ -11,7 +11,7 @@ from disttrain._python.made_classes import made_by
 from disttrain.errors import DisttrainError
 from disttrain.experts.exchange.base import NAME
 from disttrain.process_group import ProcessGroup
-from disttrain.process_group.watching.refusals import ANY
+from disttrain.process_group.watching.refusals import ANY, is_recomputed_enough
 
 
 def tell_of(error: Exception, group: ProcessGroup) -> None:
@@ -61,8 +61,6 @@ class _Telling(nn.Module):
 
 
 _TOLD_GROUPS: Final = "_told_groups"
-_STOP: Final = "_StopRecomputationError"
-"""By which an activation checkpoint of torch leaves a forward early that it computes again; this rank goes on."""
 
 
 @functools.cache
@@ -74,7 +72,7 @@ def _telling(cls: type[nn.Module]) -> type[nn.Module]:
         try:
             return as_ever(self, *args, **kwargs)
         except Exception as error:
-            if type(error).__name__ != _STOP:
+            if not is_recomputed_enough(error):
                 for group in self._told_groups:
                     tell_of(error, group)
             raise

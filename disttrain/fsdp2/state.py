@@ -49,6 +49,7 @@ from disttrain.fsdp2.policies import MixedPrecisionPolicy, TransferPolicy
 from disttrain.fsdp2.root import RootContext
 from disttrain.fsdp2.runner import run
 from disttrain.fsdp2.transfers.comm import Comm
+from disttrain.process_group.watching.refusals import is_recomputed_enough
 
 
 class ShardState:
@@ -285,7 +286,7 @@ class ShardState:
         """If the forward of this root has failed, with other ranks waiting for what would have come, tell them."""
         error, context = sys.exception(), self.context
         goes_on = torch.is_grad_enabled() or context is None or not context.model.order.is_over
-        if isinstance(error, Exception) and goes_on:
+        if isinstance(error, Exception) and goes_on and not is_recomputed_enough(error):
             tell_of("forward", error, [group for state in self.with_those_below() for group in state.groups])
 
     def _gradient_is_there(self) -> None:

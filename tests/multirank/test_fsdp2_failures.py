@@ -278,3 +278,17 @@ def test_ranks_hear_of_one_that_has_written_to_gathered_parameters() -> None:
     else:
         with pytest.raises((CollectiveMismatchError, GroupError), match=r"rank 1 refused forward.*been written to"):
             models.loss_of(model, own_rows(0)).backward()
+
+
+@on_ranks(2)
+def test_a_model_that_is_computed_again_as_a_whole_tells_of_no_failure() -> None:
+    """torch leaves its second forward early, by an exception, once the backward has what it needs."""
+    model, reference = pair()
+    for step in range(2):
+        model.zero_grad()
+        reference.zero_grad()
+        checkpoint(model, own_rows(step), use_reentrant=False).square().mean().backward()
+        reference(models.batch(step)).square().mean().backward()
+        assert_same_gradients(model, reference)
+    assert disttrain.group.WORLD is not None
+    assert not disttrain.group.WORLD.num_refused

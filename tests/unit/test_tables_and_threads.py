@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from weakref import ref
 
 import pytest
 
@@ -54,7 +55,7 @@ def test_plans_are_forgotten_while_others_are_made(monkeypatch: pytest.MonkeyPat
 
     def add(number: int) -> object:
         spec = _Kept(plans={})
-        specs[number] = spec  # type: ignore[index,assignment]  # any key and value do
+        specs[number] = ref(spec, lambda _: specs.pop(number))  # type: ignore[index,assignment]  # any key and value do
         return spec
 
     read_while_others_add(layout.forget_plans, add)

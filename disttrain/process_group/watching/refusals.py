@@ -30,6 +30,12 @@ ANY = "any"
 """Whatever collective the others are in: the rank would have come to it."""
 
 
+def is_recomputed_enough(error: BaseException | None) -> bool:
+    """True for the exception by which torch's activation checkpoints leave a forward early that they compute again: the
+    rank goes on, and has nothing to tell. By its name, since torch does not make it public."""
+    return type(error).__name__ == "_StopRecomputationError"
+
+
 class Refusal(NamedTuple):
     """A refused call, in place of collective `sequence` of its group; `number` counts refusals there, from 1.
 

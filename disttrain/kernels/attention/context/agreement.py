@@ -17,7 +17,7 @@ import torch
 from disttrain import errors
 from disttrain.errors import DisttrainError, ShapeError
 from disttrain.process_group import ProcessGroup, all_gather_into_tensor, all_gather_object
-from disttrain.process_group.watching.refusals import ANY
+from disttrain.process_group.watching.refusals import ANY, is_recomputed_enough
 
 NAME: Final = "attention"
 _REFUSED: Final = -1
@@ -107,8 +107,9 @@ def between_exchanges(group: ProcessGroup) -> Iterator[None]:
     except DisttrainError:
         raise
     except Exception as error:
+        is_recorded = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         # What is recorded has not been sent.
-        if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        if not (is_recorded or is_recomputed_enough(error)):
             group.give_up(NAME, error)
         raise
 
