@@ -109,8 +109,10 @@ def of_model(
     new_us: dict[str, list[float]] = {}
     known_us: dict[str, list[float]] = {}
     for side in sides:
-        new_us[side], known_us[side] = of_lengths(side, model, sizes, forward_and_backward, num_lengths)
-    new_alone_us, known_alone_us = of_lengths(OURS, model, sizes, forward_alone, num_lengths)
+        new_us[side], known_us[side] = of_lengths(side, model, sizes, forward_and_backward, 2, num_lengths)
+    # Of lengths that the calls above have not had.
+    first = 2 + NUM_BEFORE + num_lengths
+    new_alone_us, known_alone_us = of_lengths(OURS, model, sizes, forward_alone, first, num_lengths)
     return [
         row(f"{title}, a new length", "us of CPU", new_us),
         row(f"{title}, that length again", "us of CPU", known_us),
@@ -128,6 +130,7 @@ def of_lengths(
     make: Callable[[], nn.Module],
     sizes: tuple[int, ...],
     call: Callable[[nn.Module, torch.Tensor], object],
+    first: int,
     num_lengths: int,
 ) -> tuple[list[float], list[float]]:
     """Microseconds of the first call with each length, and of the third."""
@@ -135,12 +138,12 @@ def of_lengths(
     alone, model = make(), replicated(make(), package, mesh)
     extra = {"run_check": False} if side == TORCH else {}
     new_us, known_us = [], []
-    for length in range(2, num_lengths + NUM_BEFORE + 2):
+    for length in range(first, first + NUM_BEFORE + num_lengths):
         part = torch.randn(length, DIM, DIM)
         call(alone, part)
         x = package.DTensor.from_local(part, mesh, [package.Shard(0)] * len(sizes), **extra)
         times_us = [cpu_us(call, model, x) for _ in range(3)]
-        if length >= NUM_BEFORE + 2:
+        if length >= first + NUM_BEFORE:
             new_us.append(times_us[0])
             known_us.append(times_us[2])
     return new_us, known_us
