@@ -358,7 +358,8 @@ class ProcessGroup:
         ask_no_more(self, device_type)
         if made in self._came_too_late():
             made.abort()
-            raise self._destroyed_error(operation)
+            # A refusal has found this call waiting, as it finds those that wait for a result.
+            raise InterruptedError(self.ended_by) if self.ended_by else self._destroyed_error(operation)
         return made
 
     def _came_too_late(self) -> list[Backend]:
