@@ -1,11 +1,17 @@
-"""Marks functions that Dynamo must not trace, has classes of tensors dispatch, and asks whether a profiler runs."""
+"""Marks functions that Dynamo must not trace, has classes of tensors dispatch, and asks whether a profiler runs.
+
+It also makes each of torch's operators one object, where threads ask for it together.
+"""
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 import torch
+from torch import _ops
 from torch._library import simple_registry
 
 _Result = TypeVar("_Result")
@@ -75,3 +81,27 @@ def dispatches(cls: _Class) -> _Class:
     dispatch: Any = cls.__torch_dispatch__
     _DISPATCHES[cls] = dispatch.__func__
     return cls
+
+
+_MAKING: Final = threading.RLock()
+
+
+def _made_once(make: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    """`make`, a `__getattr__` that keeps what it makes as an attribute, by one thread at a time.
+
+    Of two threads that ask torch 2.13 for the same new operator, each makes one. The later is kept, but the first may
+    be the one of which torch's C++ keeps the address: the next call of it, by any thread, reads memory that was freed.
+    """
+
+    def made_once(self: Any, name: str) -> Any:
+        with _MAKING:
+            kept = self.__dict__.get(name)
+            return make(self, name) if kept is None else kept
+
+    return made_once
+
+
+for _namespace in (_ops._Ops, _ops._OpNamespace, _ops.OpOverloadPacket):
+    _namespace.__getattr__ = _made_once(_namespace.__getattr__)  # type: ignore[method-assign]
+# A process that is forked meanwhile has only the thread that forks it: the others' lock would be held for ever.
+os.register_at_fork(before=_MAKING.acquire, after_in_parent=_MAKING.release, after_in_child=_MAKING.release)
