@@ -18,6 +18,7 @@ from disttrain.dtensor._torch import as_one_call
 from disttrain.kernels._torch import cudnn_attention, efficient_attention, flash_attention, without_modes
 from disttrain.kernels.attention.context.current import ENTERED
 from disttrain.kernels.attention.flex import flex
+from disttrain.kernels.attention.layouts import with_laid_gradient
 from disttrain.kernels.attention.plan import CUDNN, DENSE, EFFICIENT, FLASH, FLEX, SDPA
 from disttrain.kernels.attention.rules import Rule, ScoreIndices, changed, masks_of, seen, window_of
 from disttrain.kernels.choice import wide_dtype
@@ -89,7 +90,8 @@ def _cudnn(
 ) -> torch.Tensor:
     inputs = _aligned(query, key, value)
     is_causal = window_of(rule) == (-1, 0)
-    return cudnn_attention(*inputs, is_causal, _needs_grad(*inputs), scale_of(query, scale))[..., : value.shape[-1]]
+    result = cudnn_attention(*inputs, is_causal, _needs_grad(*inputs), scale_of(query, scale))
+    return with_laid_gradient(result)[..., : value.shape[-1]]
 
 
 def _flash(

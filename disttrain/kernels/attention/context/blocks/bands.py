@@ -26,6 +26,7 @@ from disttrain.kernels._torch import (
 )
 from disttrain.kernels.attention.choice import machine_of
 from disttrain.kernels.attention.context.blocks.pieces import ALL, CAUSAL
+from disttrain.kernels.attention.layouts import laid_as
 from disttrain.kernels.attention.plan import CUDNN, FLASH, Call, serving
 from disttrain.kernels.attention.runs import aligned
 
@@ -103,6 +104,8 @@ def backward(
     sizes = (query.shape[3], key.shape[3], value.shape[3])
     grad_out, query, key, value, out = (aligned(tensor) for tensor in (grad_out, query, key, value, out))
     if kernel == CUDNN:
+        query = query.contiguous() if 0 in query.stride() else query
+        grad_out, out = laid_as(query, grad_out, out)
         grads = cudnn_attention_backward(grad_out, query, key, value, out, lse, band == CAUSAL, scale)
     else:
         grads = flash_attention_backward(grad_out, query, key, value, out, lse.contiguous(), band, scale)
