@@ -327,3 +327,16 @@ def test_ranks_that_raised_the_same_with_words_of_their_own_share_a_verdict() ->
     ]
     assert "rank 1 ended with ValueError (batch 1 has no tokens)" in verdicts[0].summary
     assert verdicts[0].summary.endswith("and the others there with words of their own.")
+
+
+def test_who_left_is_named_before_who_raised_for_that() -> None:
+    """As where one calls `sys.exit` before the first collective, which the other then refuses."""
+    left = _absent(reason="exit")
+    gone = "all_reduce: not every rank came, nor can: rank 1 has left the job before the first collective."
+    victim = replace(Rank(0).call("barrier").dump(at=33), failure=Failure("CollectiveMismatchError", gone, (line(3),)))
+    verdict = _judge(victim, left)
+    assert (verdict.kind, verdict.ranks, verdict.cause) == (Kind.RANK_ABSENT, (1,), Cause.ENDED)
+    said = "Rank 1 ended early: its script has come to its end; rank 0 ended with CollectiveMismatchError ("
+    assert verdict.summary.startswith(said)
+    alone = _judge(replace(victim, world_size=1))
+    assert alone.ranks == (0,)

@@ -53,6 +53,15 @@ def test_the_last_traceback_is_taken_with_those_that_led_to_it() -> None:
     assert last_words.summary("a\nb") == ""
 
 
+def test_the_last_line_is_the_script_s_own() -> None:
+    """Such as argparse's or that of `sys.exit(text)`; transports may log after it."""
+    logged = "[W1127 08:24:08.1 ProcessGroup.cpp:1] Warning: a group was left\n[rank1]:[W1127 08:24:08.1 a.cpp:1] b\n"
+    assert (
+        last_words.last_line(f"usage: a.py\n10%\ra.py: error: no such file\n{logged}\n") == "a.py: error: no such file"
+    )
+    assert last_words.last_line(logged) == last_words.last_line("") == ""
+
+
 @pytest.mark.parametrize(
     "message",
     [

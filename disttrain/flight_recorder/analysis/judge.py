@@ -21,6 +21,7 @@ from disttrain.flight_recorder.analysis.waiting.circle import find_circle
 from disttrain.flight_recorder.analysis.waiting.wait_graph import Wait, ends_of, fronts_of
 from disttrain.flight_recorder.analysis.waiting.waits import find_waits
 from disttrain.flight_recorder.analysis.wording import arrival_lines, capitalized, location, stack_line
+from disttrain.flight_recorder.dumps.words import EXIT
 from disttrain.flight_recorder.record.record import SEND, Record, ranks_text
 
 _CONNECTING_S: Final = 5.0
@@ -132,17 +133,23 @@ def _unconnected(matched: Match, waits: Sequence[Wait]) -> list[Verdict]:
 
 
 def _raised(matched: Match, _waits: Sequence[Wait]) -> list[Verdict]:
-    """Ranks that ended with an exception that nobody waits for, or only in ways that are not on record."""
-    ranks = tuple(raised(matched) or [rank for rank, dump in matched.dumps.items() if dump.failure is not None])
-    if not ranks:
+    """Ranks that ended with an exception that nobody waits for, or only in ways that are not on record. One that raised
+    since another had gone is told of behind that other."""
+    failed = [rank for rank, dump in matched.dumps.items() if dump.failure is not None]
+    if not failed:
         return []
+    left = [rank for rank, dump in matched.dumps.items() if dump.failure is None and dump.reason == EXIT]
+    ranks = tuple(raised(matched) or left or failed)
     cause, why = cause_of_missing(matched, ranks[0], was_broken=False)
     if len(ranks) > 1:
-        why = f"rank {ranks[0]} {why.removeprefix('it ')}"
+        why = (
+            f"rank {ranks[0]} {why.removeprefix('it ')}" if ranks[0] in failed else "their scripts have come to an end"
+        )
+    if ranks[0] not in failed:
+        why += f"; rank {failed[0]} {cause_of_missing(matched, failed[0], was_broken=False)[1].removeprefix('it ')}"
     summary = f"{capitalized(ranks_text(ranks))} ended early: {why}."
-    return [
-        Verdict(Kind.RANK_ABSENT, ranks, summary, tuple(stack_line(matched.dumps[rank]) for rank in ranks[:4]), cause)
-    ]
+    evidence = tuple(stack_line(matched.dumps[rank]) for rank in (ranks if ranks[0] in failed else failed)[:4])
+    return [Verdict(Kind.RANK_ABSENT, ranks, summary, evidence, cause)]
 
 
 def _incomplete(matched: Match, _waits: Sequence[Wait]) -> list[Verdict]:

@@ -12,6 +12,8 @@ _MAX_MESSAGE_LINES = 20
 _PREFIX = re.compile(r"^\[rank\d+\]: ?")
 """The text that torch puts before each line of a traceback."""
 _TRACEBACK = re.compile(r"^ *(\+ Exception Group )?Traceback \(most recent call last\):")
+_NATIVE_LOG = re.compile(r"^\[?[IWEF]\d{4} \d\d:")
+"""A line of the log of C++, which may come after the script's own last one."""
 _MARGIN = re.compile(r"^ *\| ?")
 """Of the lines of an exception group."""
 _TERMINATED = re.compile(r"^terminate called ")
@@ -49,6 +51,12 @@ def summary(text: str) -> str:
     """The line of the exception that the last traceback is of, such as `ValueError: bad batch`; empty without one."""
     message = _message(_lines(text))
     return message[0][:_MAX_SUMMARY_CHARS] if message else ""
+
+
+def last_line(text: str) -> str:
+    """The last line that is not of C++'s log, such as the text of `sys.exit(text)`; empty where nothing was said."""
+    said = (line.strip() for line in reversed(_lines(text)) if line.strip() and not _NATIVE_LOG.match(line))
+    return next(said, "")[:_MAX_SUMMARY_CHARS]
 
 
 def is_consequence(text: str) -> bool:

@@ -32,6 +32,8 @@ FAILING = """
             load_batch(f"{rank}.{attempt}")
         if kind == "exit":
             os._exit(7)
+        if kind == "text":
+            sys.exit("no such file: a.yaml")
         if kind == "chain":
             try:
                 load_batch(rank)
@@ -75,6 +77,7 @@ def nodes(launches: Launches, port: int, *argv: str) -> list[Ended]:
         ("slow", "ValueError: bad batch 1", 1),
         ("chain", "RuntimeError: no data", 1),
         ("exit", "exit code 7", 7),
+        ("text", "exit code 1, last on stderr: no such file: a.yaml", 1),
         ("kill", "killed by SIGKILL", 128 + signal.SIGKILL),
         ("segfault", "killed by SIGSEGV", 128 + signal.SIGSEGV),
         ("abort", "killed by SIGABRT", 128 + signal.SIGABRT),

@@ -50,8 +50,15 @@ def _folded(hidden: Mapping[int, str], output: Output) -> str:
 def _reason(outcome: Outcome) -> str:
     match outcome:
         case Failed():
-            return f"rank {outcome.rank} failed: {outcome.summary or Exit(outcome.returncode)}"
+            return f"rank {outcome.rank} failed: {outcome.summary or _end(outcome)}"
         case Lost(problem) | Changed(problem):
             return problem.rstrip(".")
         case _:
             return "the job ended"
+
+
+def _end(failed: Failed) -> str:
+    """How a rank ended that has raised nothing. `sys.exit` and argparse say why in a line."""
+    end = Exit(failed.returncode)
+    said = last_words.last_line(failed.last_lines) if failed.returncode > 0 else ""
+    return f"{end}, last on stderr: {said}" if said else str(end)
