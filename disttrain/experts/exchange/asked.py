@@ -30,9 +30,7 @@ def asked_for(x: torch.Tensor, weights: torch.Tensor | None, *, trains_experts: 
     return Asked.WEIGHTS if weights is not None and weights.requires_grad else Asked.NOTHING
 
 
-def taking_part(
-    x: torch.Tensor, weights: torch.Tensor | None, asked: int
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def taking_part(x: torch.Tensor, weights: torch.Tensor | None, asked: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Tokens and weights that have gradients, which nobody looks at, where some rank's have such: `asked` of all."""
     if asked == Asked.TOKENS and not x.requires_grad:
         x = x.detach().requires_grad_()

@@ -38,7 +38,7 @@ class Exchange(ABC):
         Args: order      of this rank's assignments, by all ranks' experts.
               weights    the assignments' weights: all ranks raise where one's are not finite, if the host looks.
               most_rows  that this rank may send to one rank, whatever its tokens choose.
-              asked      what its backward pass asks for, `Asked`, which the route lets ranks agree on if the host looks.
+              asked      what its backward asks for, `Asked`, which the route lets ranks agree on if the host looks.
         """
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
