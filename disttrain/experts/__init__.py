@@ -15,6 +15,7 @@ from disttrain.experts.routing.router import Router
 from disttrain.experts.routing.rule import RouterRule
 from disttrain.experts.routing.statistics import RouterStatistics, expert_numbers, read_statistics, router_numbers
 from disttrain.experts.routing.watch import set_loss_scale
+from disttrain.experts.scaling import GradScaler
 from disttrain.experts.shard import ExpertParallel, shard_experts
 from disttrain.experts.tensor_parallel import ExpertTensorParallel
 
@@ -25,6 +26,7 @@ __all__ = [
     "ExpertParallel",
     "ExpertTensorParallel",
     "Experts",
+    "GradScaler",
     "Left",
     "MixtureOfExperts",
     "Router",

@@ -46,12 +46,10 @@ def taken_whole(parameter: torch.Tensor) -> bool:
     return type(parameter) is DTensor and parameter._spec.view_copy is None and not parameter._spec.layout.has_partial
 
 
-def can_cross(x: torch.Tensor, weights: torch.Tensor, experts: GatedExperts, trains_elsewhere: bool) -> bool:
-    """True where nobody watches operators, nothing is cast, and gradients are exchanged if those of any rank are."""
+def can_cross(x: torch.Tensor, weights: torch.Tensor, experts: GatedExperts) -> bool:
+    """True where nobody watches operators, and nothing is cast."""
     tensors, dtype = [tensor for tensor in experts.weights if tensor is not None], x.dtype
-    if not are_plain((weights, x, *map(_part, tensors))) or any(tensor.dtype != dtype for tensor in tensors):
-        return False
-    return not trains_elsewhere or any(tensor.requires_grad for tensor in tensors)
+    return are_plain((weights, x, *map(_part, tensors))) and all(tensor.dtype == dtype for tensor in tensors)
 
 
 class _Crossing(torch.autograd.Function):

@@ -10,6 +10,7 @@ from torch import nn
 from disttrain.autocast import is_within_autocast
 from disttrain.dtensor import DTensor, Partial, Placement
 from disttrain.experts.crossing import GatedExperts, can_cross, crossed, taken_whole
+from disttrain.experts.exchange.asked import Asked, asked_for, taking_part
 from disttrain.experts.exchange.base import Exchange
 from disttrain.experts.exchange.dispatch import (
     Sending,
@@ -120,8 +121,9 @@ class ExpertLayer(nn.Module):
 
     @out_of_graphs
     def _mix_over_ranks(self, x: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        experts = None if is_within_autocast(x.device) else self.gated_experts()
-        if experts is None or not can_cross(x, weights, experts, self.trains_elsewhere()):
+        asked = 0 if x.requires_grad else self._asked_for(x, weights)
+        experts = None if asked > Asked.EXPERTS or is_within_autocast(x.device) else self.gated_experts()
+        if experts is None or not can_cross(x, weights, experts):
             sending = self.begin(x, indices, weights)
             sending.send()
             return self.finish(sending)
@@ -132,7 +134,9 @@ class ExpertLayer(nn.Module):
         check_arguments(x, indices, num_experts, exchange, weights, self.expert_width(), capacity, self.expert_dtype())
         order, num_dropped = ordered(indices, num_experts, capacity)
         self._keep_dropped(num_dropped)
-        route = exchange.route(order, num_experts, weights, most_rows(indices, num_experts, exchange, capacity))
+        route = exchange.route(order, num_experts, weights, most_rows(indices, num_experts, exchange, capacity), asked)
+        if asked:
+            x, _ = taking_part(x, weights, route.agreed(asked))
         sums = crossed(x, order, weights, route, experts)
         return sums if self.hidden_cut is None else self.hidden_cut.leaving(sums)
 
@@ -158,7 +162,17 @@ class ExpertLayer(nn.Module):
             width=self.expert_width(),
             dtype=self.expert_dtype(),
             beside=beside,
+            asked=self._asked_for(x, weights),
         )
+
+    def _asked_for(self, x: torch.Tensor, weights: torch.Tensor) -> int:
+        """What backward asks for of the exchange."""
+        if self.exchange is None:
+            return Asked.TOKENS
+        trains_experts = any(parameter.requires_grad for parameter in self.parameters())
+        if not self.exchange.agrees:
+            trains_experts = trains_experts or self.trains_elsewhere()
+        return asked_for(x, weights, trains_experts=trains_experts)
 
     def _keep_dropped(self, num_dropped: torch.Tensor | None) -> None:
         # To set what is there already takes a module as long as to check a layer's arguments.
@@ -171,7 +185,7 @@ class ExpertLayer(nn.Module):
         self._keep_dropped(dispatched.num_dropped)
         assert sending.weights is not None
         rows = self.compute(dispatched.rows, dispatched.ends)
-        if torch.is_grad_enabled() and not rows.requires_grad and self.trains_elsewhere():
+        if sending.asked == Asked.EXPERTS and not rows.requires_grad:
             # The others send this rank gradients in backward, and wait for its own.
             rows = rows.detach().requires_grad_()
         sums = combine(rows, dispatched, sending.weights)

@@ -15,7 +15,7 @@ from torch import nn
 
 import disttrain
 from disttrain.dtensor import DTensor
-from disttrain.experts import shard_experts, use_experts
+from disttrain.experts import GradScaler, shard_experts, use_experts
 from disttrain.fsdp2 import fully_shard
 from disttrain.mesh import DeviceMesh
 from disttrain.testing import run_threads
@@ -68,11 +68,14 @@ def test_generation_with_a_cache() -> None:
     run(check_generation, expert_model("qwen3_moe", 4))
 
 
-def check_scaler(model: nn.Module, whole: nn.Module, is_listed: bool) -> None:
+def check_scaler(model: nn.Module, whole: nn.Module, is_listed: bool, is_plain: bool) -> None:
     """In the second step a gradient of expert 1's is infinite, which one rank has."""
-    fully_shard(model, mesh=divided(model))
+    mesh = divided(model)
+    if not is_plain:
+        fully_shard(model, mesh=mesh)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, whole)]
-    scalers = [torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2) for _ in range(2)]
+    kinds = (GradScaler if is_plain else torch.amp.GradScaler, torch.amp.GradScaler)
+    scalers = [kind("cpu", init_scale=4.0, growth_interval=2) for kind in kinds]
     own = disttrain.get_rank()
     for step in range(3):
         batch = sentences(step, 6)
@@ -82,8 +85,12 @@ def check_scaler(model: nn.Module, whole: nn.Module, is_listed: bool) -> None:
             (model, whole), (batch.chunk(NUM_RANKS)[own], batch), scalers, optimizers, strict=True
         ):
             scaler.scale((loss_of_block if is_listed else loss_of)(module, data)).backward()
+            if is_plain and module is model:
+                average(model)
             if step == 1:
                 spoil(module)
+            if is_plain:
+                scaler.unscale_(optimizer)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
@@ -91,6 +98,16 @@ def check_scaler(model: nn.Module, whole: nn.Module, is_listed: bool) -> None:
     expected = dict(whole.named_parameters())
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(full(parameter.data), expected[name].data)
+
+
+def average(model: nn.Module) -> None:
+    """What a data-parallel wrapper does; experts have the sum already."""
+    for name, parameter in model.named_parameters():
+        if "experts." in name:
+            parameter.grad /= NUM_RANKS
+        else:
+            disttrain.all_reduce(parameter.grad)
+            parameter.grad /= NUM_RANKS
 
 
 def spoil(module: nn.Module) -> None:
@@ -103,9 +120,9 @@ def spoil(module: nn.Module) -> None:
             local[0] = float("inf")
 
 
-@pytest.mark.parametrize("is_listed", [False, True])
-def test_all_ranks_skip_the_step_for_one_experts_gradient(is_listed: bool) -> None:
-    run(check_scaler, listed() if is_listed else expert_model("qwen3_moe", 4), is_listed)
+@pytest.mark.parametrize(("is_listed", "is_plain"), [(False, False), (True, False), (True, True)])
+def test_all_ranks_skip_the_step_for_one_experts_gradient(is_listed: bool, is_plain: bool) -> None:
+    run(check_scaler, listed() if is_listed else expert_model("qwen3_moe", 4), is_listed, is_plain)
 
 
 def check_tied(model: nn.Module, whole: nn.Module) -> None:

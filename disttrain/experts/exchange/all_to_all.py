@@ -7,6 +7,7 @@ them goes each rank's own finding about its weights, so that all ranks raise the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 
@@ -23,8 +24,14 @@ _Splits = tuple[list[int], list[int], int, int]
 """Rows to each rank and from each, and the sums of both."""
 
 
+_ASKED: Final = 1 << 40
+"""What a rank's total is more for each step of `Asked`: more than rows there may be, and still whole in fp64."""
+
+
 class AllToAll(Exchange):
     """Sends what is there."""
+
+    agrees = True
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(group)
@@ -32,7 +39,9 @@ class AllToAll(Exchange):
         self._without_rows: dict[tuple[torch.dtype, int], tuple[torch.Tensor]] = {}
         self._one_each = [1] * group.group_size
 
-    def route(self, order: ExpertOrder, num_experts: int, weights: torch.Tensor | None, most_rows: int) -> SizedRoute:
+    def route(
+        self, order: ExpertOrder, num_experts: int, weights: torch.Tensor | None, most_rows: int, asked: int = 0
+    ) -> SizedRoute:
         """Begin to exchange the sizes; see `Exchange`."""
         if order.ends.is_cuda and torch.cuda.is_current_stream_capturing():
             raise CompileError(
@@ -43,6 +52,8 @@ class AllToAll(Exchange):
             )
         cut = ExpertCut.of(num_experts, self.group.group_size)
         sizes = packed(order.ends, cut, weights)
+        if asked:
+            sizes[0, :, cut.chunk] += asked * _ASKED
         own, others = sizes.unbind()
         # On the device alone: the host does not wait for it before it reads.
         self._exchange(others, own, self._one_each, self._one_each, None, async_op=False)
@@ -100,8 +111,14 @@ class SizedRoute:
             self._copied = torch.cuda.Event()
             self._copied.record()
         self._splits: _Splits | None = None
+        self._asked = 0
         self._arrival: ExpertOrder
         self.ends: torch.Tensor
+
+    def agreed(self, asked: int) -> int:
+        if self._splits is None:
+            self._read()
+        return self._asked
 
     def start(self, rows: torch.Tensor, is_back: bool, *, async_op: bool = True) -> tuple[torch.Tensor, Work | None]:
         sent, received, num_sent, num_received = self._splits or self._read()
@@ -140,7 +157,12 @@ class SizedRoute:
         if bad:
             self._refuse(bad)
         sent, received = ([int(total) for total, _ in side] for side in tails)
-        self._splits = splits = sent, received, sum(sent), sum(received)
+        num_received = sum(received)
+        if num_received >= _ASKED:
+            self._asked = min(total // _ASKED for total in received)
+            sent, received = ([total % _ASKED for total in side] for side in (sent, received))
+            num_received = sum(received)
+        self._splits = splits = sent, received, sum(sent), num_received
         # Not the pad of a rank that has fewer experts than others.
         counts = sizes[1, :, : self._cut.num_experts_of(self._group.group_rank)]
         self._arrival = arrange(counts, splits[3])

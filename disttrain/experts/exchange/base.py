@@ -18,6 +18,9 @@ NAME: Final = "experts"
 class Exchange(ABC):
     """A way to exchange rows between the ranks of a group. A model's layers share one, which makes a route per call."""
 
+    agrees = False
+    """Whether routes let ranks agree on what backward passes ask for."""
+
     def __init__(self, group: ProcessGroup) -> None:
         self.group = group
         self._stream: torch.cuda.Stream | None = None
@@ -27,12 +30,15 @@ class Exchange(ABC):
         return self
 
     @abstractmethod
-    def route(self, order: ExpertOrder, num_experts: int, weights: torch.Tensor | None, most_rows: int) -> Route:
+    def route(
+        self, order: ExpertOrder, num_experts: int, weights: torch.Tensor | None, most_rows: int, asked: int = 0
+    ) -> Route:
         """Begin a route for one call of a layer. Collective, as all that is done with it.
 
         Args: order      of this rank's assignments, by all ranks' experts.
               weights    the assignments' weights: all ranks raise where one's are not finite, if the host looks.
               most_rows  that this rank may send to one rank, whatever its tokens choose.
+              asked      what its backward asks for, `Asked`, which the route lets ranks agree on if the host looks.
         """
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:

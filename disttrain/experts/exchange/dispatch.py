@@ -13,6 +13,7 @@ import torch
 from disttrain.autocast import is_within_autocast
 from disttrain.errors import ShapeError
 from disttrain.experts.exchange.all_to_all import AllToAll
+from disttrain.experts.exchange.asked import asked_for, taking_part
 from disttrain.experts.exchange.base import NAME, Exchange
 from disttrain.experts.exchange.expert_cut import ExpertCut
 from disttrain.experts.exchange.legs import Leg, Route
@@ -48,7 +49,7 @@ class Sending:
     `beside`: on GPUs on a stream of its own, so that the current one may compute what it is told meanwhile.
     """
 
-    __slots__ = ("_leg", "_rows", "_stream", "_under_way", "num_dropped", "order", "weights")
+    __slots__ = ("_leg", "_rows", "_stream", "_under_way", "asked", "num_dropped", "order", "weights")
 
     def __init__(
         self,
@@ -59,8 +60,8 @@ class Sending:
         weights: torch.Tensor | None,
         capacity: float | None,
         beside: bool,
+        asked: int,
     ) -> None:
-        self.weights = weights
         self._stream: torch.cuda.Stream | None = None
         self._leg: Leg | None = None
         self._under_way: torch.Tensor | None = None
@@ -71,8 +72,13 @@ class Sending:
             self.order, self.num_dropped = ordered(indices, num_experts, capacity)
             if exchange is not None:
                 most = most_rows(indices, num_experts, exchange, capacity)
-                route = exchange.route(self.order, num_experts, weights, most)
+                route = exchange.route(self.order, num_experts, weights, most, asked)
+                if asked:
+                    asked = route.agreed(asked)
+                    x, weights = taking_part(x, weights, asked)
                 self._leg = Leg(route, is_back=False)
+            self.weights = weights
+            self.asked = asked
             # Meanwhile the sizes are under way.
             self._rows: torch.Tensor | None = take_rows(x, self.order, indices.shape[1])
 
@@ -138,10 +144,11 @@ def begin_dispatch(
     width: int | None = None,
     dtype: torch.dtype | None = None,
     beside: bool = False,
+    asked: int = 0,
 ) -> Sending:
-    """Begin a dispatch over an exchange that is at hand."""
+    """Begin a dispatch over an exchange that is at hand; `asked`: see `Exchange.route`."""
     check_arguments(x, indices, num_experts, exchange, weights, width, capacity, dtype)
-    return Sending(x, indices, num_experts, exchange, weights, capacity, beside)
+    return Sending(x, indices, num_experts, exchange, weights, capacity, beside, asked)
 
 
 def check_arguments(
@@ -193,7 +200,8 @@ def dispatch(
     Collective: every rank of the axis, and again in backward.
     """
     exchange = None if axis is None else exchange_along(axis)
-    sending = begin_dispatch(x, indices, num_experts, exchange, weights, capacity=capacity)
+    asked = asked_for(x, weights)
+    sending = begin_dispatch(x, indices, num_experts, exchange, weights, capacity=capacity, asked=asked)
     sending.send()
     return sending.arrived()
 

@@ -17,6 +17,10 @@ class Route(Protocol):
     ends: torch.Tensor
     """(experts of this rank,) int32 on the device: the first row after each one's. Once rows have begun to come."""
 
+    def agreed(self, asked: int) -> int:
+        """The most that a rank's backward pass asks for: the lowest of `asked`; where no host looks, this rank's."""
+        ...
+
     def start(self, rows: torch.Tensor, is_back: bool, *, async_op: bool = True) -> tuple[torch.Tensor, Any]:
         """Begin to send rows that lie as on the sending side. Returns what will hold those that come, and what `finish`
         waits for; without `async_op` that is waited for already, which takes the host less."""

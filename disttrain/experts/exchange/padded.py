@@ -59,7 +59,9 @@ class FixedRoom(Exchange):
 class Padded(FixedRoom):
     """Sends as much as there may be."""
 
-    def route(self, order: ExpertOrder, num_experts: int, weights: torch.Tensor | None, most_rows: int) -> PaddedRoute:
+    def route(
+        self, order: ExpertOrder, num_experts: int, weights: torch.Tensor | None, most_rows: int, asked: int = 0
+    ) -> PaddedRoute:
         """Exchange the sizes; see `Exchange`."""
         room = self.room(most_rows, order.order.device)
         return PaddedRoute(self.group, order, ExpertCut.of(num_experts, self.group.group_size), room)
@@ -86,6 +88,9 @@ class PaddedRoute:
         self._begins = self._ends_by_rank - totals
         self._sources: torch.Tensor | None = None
         self._homes: torch.Tensor | None = None
+
+    def agreed(self, asked: int) -> int:
+        return asked
 
     def start(self, rows: torch.Tensor, is_back: bool, *, async_op: bool = True) -> tuple[torch.Tensor, Work | None]:
         size, width = self._cut.num_ranks * self._most_rows, rows.shape[1]

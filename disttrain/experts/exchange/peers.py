@@ -58,7 +58,9 @@ class Peers(FixedRoom):
         self._read: torch.cuda.Event | None = None
         self._addresses: list[torch.Tensor] = []
 
-    def route(self, order: ExpertOrder, num_experts: int, weights: torch.Tensor | None, most_rows: int) -> PeerRoute:
+    def route(
+        self, order: ExpertOrder, num_experts: int, weights: torch.Tensor | None, most_rows: int, asked: int = 0
+    ) -> PeerRoute:
         """Exchange the sizes; see `Exchange`."""
         room = self.room(most_rows, order.order.device)
         return PeerRoute(self, order, ExpertCut.of(num_experts, self.group.group_size), room)
@@ -183,6 +185,9 @@ class PeerRoute:
         counts = counts_of(order.ends, cut).reshape(-1).to(torch.int32)
         self._paths: Paths = paths_of(owner.share(counts), cut, owner.group.group_rank)
         self.ends = self._paths.ends
+
+    def agreed(self, asked: int) -> int:
+        return asked
 
     def start(self, rows: torch.Tensor, is_back: bool, *, async_op: bool = True) -> tuple[torch.Tensor, Any]:
         there, back, _ = self._paths

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
+from threading import Lock
 from typing import Any, Final
 
 import torch
@@ -18,6 +19,8 @@ WIDE: Final = 1e-11
 """The error that rounding makes in results in fp64, relative to the greatest value."""
 NARROW: Final = 1e-6
 """In fp32."""
+_SEEDED: Final = Lock()
+"""Held while torch's generator, which all threads share, is seeded for one of them."""
 
 Results = tuple[list[torch.Tensor], list[torch.Tensor]]
 
@@ -94,7 +97,7 @@ def results(
 ) -> Results:
     """The tensors that a forward gives, and their gradients in the module's parameters and in the inputs."""
     leaves = [value.clone().requires_grad_(with_grads and value.is_floating_point()) for value in inputs]
-    with torch.set_grad_enabled(with_grads), torch.random.fork_rng(devices=[]):
+    with _SEEDED, torch.set_grad_enabled(with_grads), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         # Some forwards write to what they are given, which a leaf forbids.
         out = forward(module, *[value * 1 if value.is_floating_point() else value for value in leaves])
