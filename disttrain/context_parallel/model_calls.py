@@ -47,7 +47,9 @@ def calling(model: Any) -> Iterator[None]:
             index = _parameters(type(self)).index(_POSITIONS)
             # Those that are given in their place are None.
             args, behind = args[:index], args[index + 1 :]
-            kwargs |= dict(zip(_parameters(type(self))[index + 1 :], behind, strict=False)) | {_POSITIONS: _own(cut, given)}
+            kwargs |= dict(zip(_parameters(type(self))[index + 1 :], behind, strict=False)) | {
+                _POSITIONS: _own(cut, given)
+            }
         # Parts of a model that are models, too, need not attend.
         if getattr(_LOCAL, "is_within", False):
             return before(self, *args, **kwargs)

@@ -208,7 +208,11 @@ def own_positions_of(name: str) -> Any:
     sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes |= {"intermediate_size": 20, "max_position_embeddings": 32}
     if name == "bart":
-        return hf.BartForCausalLM(hf.BartConfig(**BART, is_encoder_decoder=False, is_decoder=True, use_cache=False)).double().eval()
+        return (
+            hf.BartForCausalLM(hf.BartConfig(**BART, is_encoder_decoder=False, is_decoder=True, use_cache=False))
+            .double()
+            .eval()
+        )
     if name == "biogpt":
         return hf.BioGptForCausalLM(hf.BioGptConfig(**sizes)).double().eval()
     return pretrained("sdpa").eval()
