@@ -16,7 +16,8 @@ import torch
 
 def with_laid_gradient(result: torch.Tensor) -> torch.Tensor:
     """A result of cuDNN's attention, whose gradient will lie as it does itself."""
-    if not result.requires_grad:
+    # In a graph strides may be symbols, which nothing sorts; its compiler lays gradients in one way.
+    if not result.requires_grad or torch.compiler.is_compiling():
         return result
     return _LaidGradient.apply(result)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -45,8 +46,7 @@ class _LaidGradient(torch.autograd.Function):
 
 def _order_of(tensor: torch.Tensor) -> list[int]:
     """Its dims, those first whose elements lie farthest apart."""
-    # In a form that Dynamo reads.
-    return [dim for _, dim in sorted([(-stride, dim) for dim, stride in enumerate(tensor.stride())])]
+    return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
 
 
 def _laid(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
