@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from disttrain.testing import RankPool
     from tests.surroundings.authority import Authority
 
-pytest_plugins = ["disttrain.testing.pytest_plugin", "tests.representatives", "tests.budget"]
+pytest_plugins = ["disttrain.testing.pytest_plugin", "tests.representatives", "tests.budget", "tests.threads"]
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 

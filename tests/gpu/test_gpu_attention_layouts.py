@@ -34,6 +34,11 @@ def by_positions(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+def by_sequence(tensor: torch.Tensor) -> torch.Tensor:
+    """As models with the sequence first have it."""
+    return tensor.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
+
+
 def second_half(tensor: torch.Tensor) -> torch.Tensor:
     """As positions of a rank that has two runs of them."""
     return torch.cat([torch.full_like(tensor, torch.nan), by_positions(tensor)], 2)[:, :, LENGTH:]
@@ -47,6 +52,7 @@ def of_one(tensor: torch.Tensor) -> torch.Tensor:
 LAYOUTS: dict[str, Layout] = {
     "by heads": by_heads,
     "by positions": by_positions,
+    "by sequence": by_sequence,
     "second half": second_half,
     "narrowed": of_one,
 }
@@ -62,14 +68,17 @@ def test_gradients_of_every_layout_have_a_plan_of_their_own(layout: Layout) -> N
     query, key, value = layout(inputs(4, 0)), inputs(2, 1), layout(inputs(2, 2))
     places = Places(Causal(), torch.arange(LENGTH).cuda(), torch.arange(LENGTH).cuda(), SCALE)
     exact = [tensor.double() for tensor in (query, key, value)]
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, fullgraph=True)
     exact_out, exact_lse = dense.forward(*exact, places)
     for seed, (name, of_grad) in enumerate(LAYOUTS.items()):
         grad_out = of_grad(inputs(4, 3 + seed))
         wanted = dense.backward(grad_out.double(), *exact, exact_out, exact_lse, places)
         own = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
-        result = attention(*own, Causal(), scale=SCALE, by=CUDNN)
-        for grad, wish in zip(torch.autograd.grad(result, own, grad_out), wanted, strict=True):
-            torch.testing.assert_close(grad.double(), wish, **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
+        for attend in (attention, compiled):
+            result = attend(*own, Causal(), scale=SCALE, by=CUDNN)
+            for grad, wish in zip(torch.autograd.grad(result, own, grad_out), wanted, strict=True):
+                torch.testing.assert_close(grad.double(), wish, **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
         for of_out in LAYOUTS.values():
             out = of_out(exact_out.bfloat16())
             for grad, wish in zip(

@@ -17,12 +17,17 @@ def by_positions(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
+def by_sequence(tensor: torch.Tensor) -> torch.Tensor:
+    """As models with the sequence first have it."""
+    return tensor.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
+
+
 def drawn(seed: int = 0) -> torch.Tensor:
     return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
 
 
 def test_what_lies_as_it_should_is_not_copied() -> None:
-    for query in (drawn(), by_positions(drawn())):
+    for query in (drawn(), by_positions(drawn()), by_sequence(drawn())):
         (same,) = laid_as(query, query)
         assert same.data_ptr() == query.data_ptr()
         assert same.stride() == query.stride()
@@ -30,7 +35,7 @@ def test_what_lies_as_it_should_is_not_copied() -> None:
 
 def test_results_lie_as_the_query_without_gaps() -> None:
     wide = torch.cat([drawn(), drawn(1)], 2)
-    for query in (drawn(), by_positions(drawn()), by_positions(wide)[:, :, 6:]):
+    for query in (drawn(), by_positions(drawn()), by_positions(wide)[:, :, 6:], by_sequence(drawn())):
         for out in (drawn(2), by_positions(drawn(2)), wide[:, :, 6:], drawn(2).flip(0)):
             (laid,) = laid_as(query, out)
             assert torch.equal(laid, out)
@@ -69,17 +74,27 @@ def test_a_gradient_lies_as_its_result(is_by_positions: bool) -> None:
         assert Seen.strides == [tensor.stride()]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Dynamo, which makes an object of the function
-def test_graphs_and_transforms_take_it() -> None:
+def test_transforms_take_it() -> None:
     def loss(tensor: torch.Tensor) -> torch.Tensor:
         result = with_laid_gradient(tensor * 2)
         return (result.transpose(1, 2).flatten(2) ** 2).sum()
 
     tensor = drawn()
     assert torch.equal(torch.func.grad(loss)(tensor), 8 * tensor)
-    leaf = tensor.clone().requires_grad_()
-    torch.compile(loss, backend="aot_eager", fullgraph=True)(leaf).backward()
-    torch.testing.assert_close(leaf.grad, 8 * tensor)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Dynamo, which makes an object of the function
+def test_graphs_hold_it_for_lengths_that_are_symbols() -> None:
+    def loss(tensor: torch.Tensor) -> torch.Tensor:
+        result = with_laid_gradient(tensor * 2)
+        return (result.transpose(1, 2).flatten(2) ** 2).sum()
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True, dynamic=True)
+    for length in (6, 10, 15):
+        for lay in (torch.Tensor.contiguous, by_positions, by_sequence):
+            leaf = lay(torch.randn(2, 4, length, 8)).requires_grad_()
+            compiled(leaf).backward()
+            torch.testing.assert_close(leaf.grad, 8 * leaf.detach())
 
 
 def test_nothing_is_added_where_no_gradient_comes() -> None:

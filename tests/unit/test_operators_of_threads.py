@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,16 +13,7 @@ import disttrain.process_group._torch  # noqa: F401
 NUM_THREADS = 4
 
 
-@pytest.fixture
-def hasty_threads() -> Iterator[None]:
-    """Threads that take turns as often as they can."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
-
-
-@pytest.mark.usefixtures("hasty_threads")
+@pytest.mark.usefixtures("threads_take_turns_often")
 def test_all_threads_find_the_same_operator() -> None:
     """torch's C++ keeps the address of the first that it is given: of two, one would be freed."""
     names = {schema.name for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("aten::_foreach_")}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from weakref import ref
 
@@ -12,14 +11,6 @@ import pytest
 
 from disttrain.dtensor.spec import layout
 from disttrain.flight_recorder.record.ring.descriptions import Descriptions
-
-
-@pytest.fixture
-def threads_take_turns_often() -> Iterator[None]:
-    interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval_s)
 
 
 class _Kept(SimpleNamespace):

@@ -16,8 +16,7 @@ import torch
 
 def with_laid_gradient(result: torch.Tensor) -> torch.Tensor:
     """A result of cuDNN's attention, whose gradient will lie as it does itself."""
-    # In a graph strides may be symbols, which nothing sorts; its compiler lays gradients in one way.
-    if not result.requires_grad or torch.compiler.is_compiling():
+    if not result.requires_grad:
         return result
     return _LaidGradient.apply(result)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -46,7 +45,15 @@ class _LaidGradient(torch.autograd.Function):
 
 def _order_of(tensor: torch.Tensor) -> list[int]:
     """Its dims, those first whose elements lie farthest apart."""
-    return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    strides = tensor.stride()
+    order: list[int] = []
+    # In a graph strides may be symbols, which Dynamo compares, but does not sort.
+    for dim, stride in enumerate(strides):
+        place = len(order)
+        while place and strides[order[place - 1]] < stride:
+            place -= 1
+        order.insert(place, dim)
+    return order
 
 
 def _laid(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
