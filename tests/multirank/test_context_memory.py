@@ -24,6 +24,8 @@ from disttrain.testing import run_threads
 NUM_RANKS, MILLION = 2, 1 << 20
 SIZES = LlamaSizes(dim=32, num_layers=3, num_heads=2, num_kv_heads=1, ffn_size=128, vocab_size=256)
 CONFIG = LlamaConfig(SIZES.dim, 3, 2, 1, SIZES.ffn_size, SIZES.vocab_size, max_length=1 << 13)
+BLOCK_BYTES = (3 * SIZES.dim**2 + 3 * SIZES.dim * SIZES.ffn_size + 2 * SIZES.dim) * (2 + 4)
+"""A block's unsharded parameters in bfloat16 and their gradients in float32."""
 
 
 class Live(TorchDispatchMode):
@@ -107,11 +109,11 @@ def planned(num_positions: int, *, recomputes: bool) -> Memory:
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_a_million_tokens_take_what_fewer_take_scaled(recomputes: bool) -> None:
-    lengths = 1024, 2048, 3072
+    lengths = 2048, 5120, 8192
     measured = [peak_bytes(length, recomputes=recomputes) for length in lengths]
     per_token = (measured[2] - measured[0]) / (lengths[2] - lengths[0])
-    # What grows, grows evenly; beside it a block's parameters come and go, some sooner, some later.
-    assert measured[1] == pytest.approx((measured[0] + measured[2]) / 2, rel=0.03)
+    # What grows, grows evenly; beside it a block's parameters and gradients come and go, some sooner, some later.
+    assert measured[1] == pytest.approx((measured[0] + measured[2]) / 2, abs=1.5 * BLOCK_BYTES)
     of_million = measured[2] + per_token * (MILLION - lengths[2])
     for length, num_bytes in ((lengths[2], measured[2]), (MILLION, of_million)):
         assert num_bytes == pytest.approx(without_messages(planned(length, recomputes=recomputes)), rel=0.05)
