@@ -10,6 +10,7 @@ import torch
 
 from disttrain.context_parallel.attending import attending
 from disttrain.context_parallel.gathering import gathered
+from disttrain.context_parallel.positions import positions_in_documents
 from disttrain.context_parallel.ranks import alike, check_axis
 from disttrain.errors import ArgumentError, MeshError, ShapeError
 from disttrain.kernels import Causal, Documents
@@ -131,7 +132,7 @@ def cut_batch(
     def part(whole: torch.Tensor) -> torch.Tensor:
         return parts.take(whole.expand(len(input_ids), length), rank, 1).contiguous()
 
-    positions = _positions(length, document_ids, input_ids.device)
+    positions = positions_in_documents(length, document_ids, input_ids.device)
     return CutBatch(
         axis,
         parts,
@@ -174,13 +175,3 @@ def _shifted(labels: torch.Tensor, document_ids: torch.Tensor | None) -> torch.T
         is_last = document_ids[..., 1:] != document_ids[..., :-1]
         targets[:, :-1].masked_fill_(is_last.expand_as(targets[:, :-1]), IGNORED)
     return targets
-
-
-def _positions(length: int, document_ids: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """(S,) or (B, S): the place of each position in its document."""
-    positions = torch.arange(length, device=device)
-    if document_ids is None or not length:
-        return positions
-    begins = torch.zeros_like(document_ids, dtype=torch.int64)
-    begins[..., 1:] = positions[1:] * (document_ids[..., 1:] != document_ids[..., :-1])
-    return positions - begins.cummax(-1).values

@@ -4,7 +4,7 @@ A model asks a registry for the mask of a layer, and another for its attention. 
 alone: a gap in them looks like another document's start. Here none is made, and rules say what it would have said
 (`unmade.py`). What looks at other positions in ways of its own, such as convolutions, recurrences and attention that
 asks no registry, sees this rank's alone. So a model that has such layers is refused, and one that never attends across
-ranks.
+ranks (`model_calls.py`).
 
 Source: transformers, "Attention mask interface" and "Attention interface" (documentation of 5.0).
 """
@@ -12,19 +12,16 @@ Source: transformers, "Attention mask interface" and "Attention interface" (docu
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, Final
 
 import torch
 
 from disttrain.context_parallel.faults import refuse, refuse_dropout, refuse_mask
+from disttrain.context_parallel.model_calls import calling
 from disttrain.context_parallel.unmade import NAME, WITHOUT, UnmadeMask, rules_of
 from disttrain.kernels import Causal, SlidingWindow, SoftCap, attention
-from disttrain.kernels.attention.context.agreement import num_agreed
-from disttrain.kernels.attention.context.current import current_cut
 from disttrain.kernels.attention.rules import Mask, Rule, Rules
 
 _MASKS: Final = ("transformers.masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS")
@@ -51,7 +48,7 @@ def attention_of_transformers(within: Callable[[], Mask | None]) -> Iterator[Non
                 stack.enter_context(_with(registry, functions))
         model = getattr(sys.modules.get(_MODELS[0]), _MODELS[1], None)
         if model is not None:
-            stack.enter_context(_calling(model))
+            stack.enter_context(calling(model))
         yield
 
 
@@ -104,8 +101,10 @@ def _attend(
 
 
 def _no_mask(*_: object, mask_function: Callable[..., Any], **options: Any) -> UnmadeMask:
-    if options.get("attention_mask") is not None:
-        problem = f"attention_mask of shape {tuple(options['attention_mask'].shape)} is given."
+    mask = options.get("attention_mask")
+    # Many models make one of ones where they are given none.
+    if mask is not None and not bool(mask.all()):
+        problem = f"attention_mask of shape {tuple(mask.shape)} hides {int((mask == 0).sum())} positions."
         remedy = "Leave it out: pad behind, and ignore the labels there; or pack documents (cut_batch)."
         refuse(NAME, problem, remedy)
     others = {*(getattr(options.get("config"), "layer_types", None) or ())} - _ATTENTION_ALONE
@@ -113,44 +112,6 @@ def _no_mask(*_: object, mask_function: Callable[..., Any], **options: Any) -> U
         problem = f"it has layers of the kind {', '.join(sorted(others))}, which see this rank's positions alone."
         refuse(NAME, problem, WITHOUT)
     return UnmadeMask(tuple(rules_of(mask_function)))
-
-
-_LOCAL: Final = threading.local()
-
-
-@contextmanager
-def _calling(model: Any) -> Iterator[None]:
-    """Refuses what a model has computed in a block without attending across ranks."""
-    replaced = vars(model).get("__call__")
-
-    def before(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Looked for at each call: torch.fx has its own there while it traces.
-        return (super(model, self).__call__ if replaced is None else partial(replaced, self))(*args, **kwargs)
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        cut = current_cut()
-        # Parts of a model that are models, too, need not attend.
-        if cut is None or cut.axis.size() == 1 or getattr(_LOCAL, "is_within", False):
-            return before(self, *args, **kwargs)
-        group = cut.axis.get_group()
-        count, _LOCAL.is_within = num_agreed(group), True
-        try:
-            result = before(self, *args, **kwargs)
-        finally:
-            _LOCAL.is_within = False
-        if num_agreed(group) == count:
-            problem = f"{type(self).__name__} has called no attention that looks across ranks."
-            refuse(NAME, problem, WITHOUT)
-        return result
-
-    model.__call__ = call
-    try:
-        yield
-    finally:
-        if replaced is None:
-            del model.__call__
-        else:
-            model.__call__ = replaced
 
 
 @contextmanager

@@ -188,10 +188,58 @@ def test_models_of_transformers_train_as_they_are(name: str) -> None:
     torch.testing.assert_close(shown, expected.detach())
     for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad.full_tensor(), other.grad)
-    with batch.attention(), pytest.raises(LayoutError, match="attention_mask of shape"):
-        model(input_ids=batch.input_ids, attention_mask=torch.ones_like(batch.input_ids))
+    is_seen = torch.ones_like(batch.input_ids)
+    is_seen[:, 0] = 0
+    with batch.attention(), pytest.raises(LayoutError, match="attention_mask of shape .* hides 2 positions"):
+        model(input_ids=batch.input_ids, attention_mask=is_seen)
     # Behind the block transformers is what it was.
     torch.testing.assert_close(model(input_ids=tokens, labels=tokens).loss, expected)
+
+
+BART = {"vocab_size": VOCAB, "d_model": 16, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 20}
+BART |= {"encoder_layers": 1, "encoder_attention_heads": 4, "dropout": 0.0, "max_position_embeddings": 32}
+
+
+def own_positions_of(name: str) -> Any:
+    """Models that count positions where none are given, some of which take none, or make a mask of ones."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import transformers as hf  # here, since it takes seconds and few tests need it
+
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"intermediate_size": 20, "max_position_embeddings": 32}
+    if name == "bart":
+        return (
+            hf.BartForCausalLM(hf.BartConfig(**BART, is_encoder_decoder=False, is_decoder=True, use_cache=False))
+            .double()
+            .eval()
+        )
+    if name == "biogpt":
+        return hf.BioGptForCausalLM(hf.BioGptConfig(**sizes)).double().eval()
+    return pretrained("sdpa").eval()
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("name", ["llama", "bart", "biogpt"])
+def test_models_that_are_given_no_positions_have_their_own(name: str) -> None:
+    mesh, tokens = axis(), rows(11)
+    torch.manual_seed(0)
+    model = own_positions_of(name)
+    expected = model(input_ids=tokens).logits
+    batch = cut_batch(mesh, tokens)
+    for told in ({}, {"attention_mask": torch.ones_like(batch.input_ids)}):
+        with batch.attention():
+            logits = model(input_ids=batch.input_ids, **told).logits
+        torch.testing.assert_close(batch.unshard(logits, 1), expected, rtol=1e-6, atol=1e-6)
+    # Within documents they begin anew.
+    packed = cut_batch(mesh, tokens, document_ids=torch.arange(11) // 6)
+    expected = torch.cat([model(input_ids=part).logits for part in tokens.split(6, 1)], 1)
+    with packed.attention():
+        logits = model(input_ids=packed.input_ids).logits
+    torch.testing.assert_close(packed.unshard(logits, 1), expected, rtol=1e-6, atol=1e-6)
+    if name != "llama":
+        return
+    with batch.attention(), pytest.raises(LayoutError, match=r"a cache of keys.*Generate outside of the block"):
+        model.generate(batch.input_ids, max_new_tokens=2, do_sample=False)
 
 
 def own_ways(name: str) -> Any:
@@ -206,6 +254,12 @@ def own_ways(name: str) -> Any:
         return hf.BloomForCausalLM(hf.BloomConfig(vocab_size=VOCAB, hidden_size=16, n_layer=2, n_head=4))
     if name == "mamba":
         return hf.MambaForCausalLM(hf.MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1))
+    if name == "xlnet":
+        return hf.XLNetLMHeadModel(hf.XLNetConfig(vocab_size=VOCAB, d_model=16, n_layer=1, n_head=4))
+    if name == "bart":
+        return hf.BartForConditionalGeneration(hf.BartConfig(**BART))
+    if name == "roberta":
+        return hf.RobertaForMaskedLM(hf.RobertaConfig(**sizes, intermediate_size=20, max_position_embeddings=32))
     sizes |= {"intermediate_size": 20, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]}
     return hf.Lfm2ForCausalLM(hf.Lfm2Config(**sizes))
 
@@ -216,8 +270,11 @@ def test_models_that_attend_in_ways_of_their_own_are_refused() -> None:
     for name, said in (
         ("falcon with biases", "it computes with a mask"),
         ("bloom", "it computes with a mask"),
-        ("mamba", "MambaForCausalLM has called no attention that looks across ranks"),
-        ("lfm2", "layers of the kind conv"),
+        ("mamba", "MambaForCausalLM has convolutions"),
+        ("xlnet", "XLNetLMHeadModel has called no attention that looks across ranks"),
+        ("bart", "BartForConditionalGeneration has two sequences"),
+        ("roberta", r"counts positions from 2, and is given none. Give position_ids: batch.position_ids \+ 2"),
+        ("lfm2", "Lfm2ForCausalLM has convolutions"),
     ):
         batch = cut_batch(mesh, tokens)
         with batch.attention(), pytest.raises(DisttrainError, match=said):

@@ -1,0 +1,166 @@
+"""Gives models of transformers their positions while a block runs, and refuses those that see others in other ways.
+
+A model that is given no positions counts from 0, which is right on the first rank at most. Those that take `position_ids`
+get this rank's, and so do embeddings of positions in models that take none. Layers of convolutions, a second sequence,
+and caches of keys would be of this rank's positions alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache, partial
+from inspect import signature
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from disttrain.context_parallel.faults import refuse
+from disttrain.context_parallel.positions import positions_in_block
+from disttrain.context_parallel.unmade import NAME, WITHOUT
+from disttrain.kernels.attention.context.agreement import num_agreed
+from disttrain.kernels.attention.context.current import Cut, current_cut
+
+_POSITIONS: Final = "position_ids"
+_CACHES: Final = ("cache", "past_key_values")
+_LOCAL: Final = threading.local()
+
+
+@contextmanager
+def calling(model: Any) -> Iterator[None]:
+    """Has calls of `model`, the class of all models, find their positions, and refuses those that attend to no other
+    rank's."""
+    replaced = vars(model).get("__call__")
+
+    def before(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Looked for at each call: torch.fx has its own there while it traces.
+        return (super(model, self).__call__ if replaced is None else partial(replaced, self))(*args, **kwargs)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        cut = current_cut()
+        if cut is None or cut.axis.size() == 1:
+            return before(self, *args, **kwargs)
+        given = _given(self, args, kwargs)
+        if _needs_positions(self, given, cut):
+            index = _parameters(type(self)).index(_POSITIONS)
+            # Those that are given in their place are None.
+            args, behind = args[:index], args[index + 1 :]
+            kwargs |= dict(zip(_parameters(type(self))[index + 1 :], behind, strict=False)) | {
+                _POSITIONS: _own(cut, given)
+            }
+        # Parts of a model that are models, too, need not attend.
+        if getattr(_LOCAL, "is_within", False):
+            return before(self, *args, **kwargs)
+        group = cut.axis.get_group()
+        count, _LOCAL.is_within = num_agreed(group), True
+        try:
+            _check(self, model, given)
+            with _embedding_own_positions(self, model, cut):
+                result = before(self, *args, **kwargs)
+        finally:
+            _LOCAL.is_within = False
+        if num_agreed(group) == count:
+            problem = f"{type(self).__name__} has called no attention that looks across ranks."
+            refuse(NAME, problem, WITHOUT)
+        return result
+
+    model.__call__ = call
+    try:
+        yield
+    finally:
+        if replaced is None:
+            del model.__call__
+        else:
+            model.__call__ = replaced
+
+
+def _given(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """A call's arguments by their names, as far as the model knows them."""
+    return {**dict(zip(_parameters(type(model)), args, strict=False)), **kwargs}
+
+
+@lru_cache(1024)
+def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
+    return tuple(signature(kind.forward).parameters)[1:]
+
+
+def _takes_positions(module: nn.Module) -> bool:
+    return _POSITIONS in _parameters(type(module))
+
+
+def _tokens(given: dict[str, Any]) -> torch.Tensor | None:
+    """What has the positions of a call, as its dim 1."""
+    for name in ("input_ids", "inputs_embeds"):
+        if isinstance(given.get(name), torch.Tensor) and given[name].dim() > 1:
+            tokens: torch.Tensor = given[name]
+            return tokens
+    return None
+
+
+def _needs_positions(model: nn.Module, given: dict[str, Any], cut: Cut) -> bool:
+    """True of a call with this rank's part and no positions. Others find their own error in attention."""
+    tokens = _tokens(given)
+    is_part = tokens is not None and tokens.shape[1] == cut.parts.size(cut.axis.get_local_rank())
+    if not is_part or not _takes_positions(model) or given.get(_POSITIONS) is not None:
+        return False
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            problem = f"{type(model).__name__} counts positions from {module.padding_idx + 1}, and is given none."
+            refuse(NAME, problem, f"Give {_POSITIONS}: batch.position_ids + {module.padding_idx + 1}.")
+    return True
+
+
+def _own(cut: Cut, given: dict[str, Any]) -> torch.Tensor:
+    """(1, s) or, where documents begin elsewhere in each sequence, (B, s)."""
+    tokens = _tokens(given)
+    assert tokens is not None, "else none are needed"
+    positions = positions_in_block(cut, tokens.device)
+    return positions if positions.dim() > 1 else positions.unsqueeze(0)
+
+
+def _check(model: nn.Module, kind: type[nn.Module], given: dict[str, Any]) -> None:
+    """Refuses what sees only this rank's positions."""
+    name = type(model).__name__
+    if "decoder_input_ids" in _parameters(type(model)):
+        refuse(NAME, f"{name} has two sequences, an encoder's and a decoder's, and one is cut.", WITHOUT)
+    if any(given.get(cache) is not None for cache in _CACHES):
+        problem = "it is given a cache of keys, as by generate(), which are those of this rank's positions alone."
+        refuse(NAME, problem, "Generate outside of the block.")
+    takes_positions = any(isinstance(module, kind) and _takes_positions(module) for module in model.modules())
+    for module in model.modules():
+        if isinstance(module, nn.Conv1d) and module.kernel_size != (1,):
+            refuse(NAME, f"{name} has convolutions, which see this rank's positions alone.", WITHOUT)
+        if not takes_positions and _embeds_positions(module) and not _takes_positions(module):
+            refuse(NAME, f"{name} counts positions itself, in {type(module).__name__}, from this rank's 0.", WITHOUT)
+
+
+def _embeds_positions(module: nn.Module) -> bool:
+    return "Position" in type(module).__name__ and "Embedding" in type(module).__name__
+
+
+@contextmanager
+def _embedding_own_positions(model: nn.Module, kind: type[nn.Module], cut: Cut) -> Iterator[None]:
+    """Has the embeddings of positions of a model that takes none be given this rank's, (s,)."""
+    if any(isinstance(module, kind) and _takes_positions(module) for module in model.modules()):
+        yield
+        return
+    with ExitStack() as stack:
+        for module in model.modules():
+            if _embeds_positions(module):
+                hook: Callable[..., Any] = partial(_with_positions, cut)
+                stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        yield
+
+
+def _with_positions(
+    cut: Cut, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    weight: Any = module.weight
+    positions = positions_in_block(cut, weight.device)
+    if positions.dim() > 1:
+        problem = f"{type(module).__name__} takes the same positions for all sequences, and documents begin elsewhere."
+        refuse(NAME, problem, "Pack all sequences alike: document_ids (S,).")
+    index = _parameters(type(module)).index(_POSITIONS)
+    return args[:index], {**kwargs, _POSITIONS: positions}
