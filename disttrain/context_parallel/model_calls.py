@@ -1,8 +1,8 @@
 """Gives models of transformers their positions while a block runs, and refuses those that see others in other ways.
 
-A model that is given no positions counts from 0, which is right on the first rank at most. Those that take `position_ids`
-get this rank's, and so do embeddings of positions in models that take none. Layers of convolutions, a second sequence,
-and caches of keys would be of this rank's positions alone.
+A model that is given no positions counts from 0, which is right on the first rank at most. Those that take
+`position_ids` get this rank's, and so do embeddings of positions in models that take none. Layers of convolutions, a
+second sequence, and caches of keys would be of this rank's positions alone.
 """
 
 from __future__ import annotations
@@ -44,12 +44,10 @@ def calling(model: Any) -> Iterator[None]:
             return before(self, *args, **kwargs)
         given = _given(self, args, kwargs)
         if _needs_positions(self, given, cut):
-            index = _parameters(type(self)).index(_POSITIONS)
+            index = _parameters(self).index(_POSITIONS)
             # Those that are given in their place are None.
             args, behind = args[:index], args[index + 1 :]
-            kwargs |= dict(zip(_parameters(type(self))[index + 1 :], behind, strict=False)) | {
-                _POSITIONS: _own(cut, given)
-            }
+            kwargs |= dict(zip(_parameters(self)[index + 1 :], behind, strict=False)) | {_POSITIONS: _own(cut, given)}
         # Parts of a model that are models, too, need not attend.
         if getattr(_LOCAL, "is_within", False):
             return before(self, *args, **kwargs)
@@ -78,16 +76,22 @@ def calling(model: Any) -> Iterator[None]:
 
 def _given(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """A call's arguments by their names, as far as the model knows them."""
-    return {**dict(zip(_parameters(type(model)), args, strict=False)), **kwargs}
+    return {**dict(zip(_parameters(model), args, strict=False)), **kwargs}
+
+
+def _parameters(module: nn.Module) -> tuple[str, ...]:
+    """The names of what a module's forward takes."""
+    kind: Any = type(module)
+    return _parameters_of(kind)
 
 
 @lru_cache(1024)
-def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
+def _parameters_of(kind: Any) -> tuple[str, ...]:
     return tuple(signature(kind.forward).parameters)[1:]
 
 
 def _takes_positions(module: nn.Module) -> bool:
-    return _POSITIONS in _parameters(type(module))
+    return _POSITIONS in _parameters(module)
 
 
 def _tokens(given: dict[str, Any]) -> torch.Tensor | None:
@@ -123,7 +127,7 @@ def _own(cut: Cut, given: dict[str, Any]) -> torch.Tensor:
 def _check(model: nn.Module, kind: type[nn.Module], given: dict[str, Any]) -> None:
     """Refuses what sees only this rank's positions."""
     name = type(model).__name__
-    if "decoder_input_ids" in _parameters(type(model)):
+    if "decoder_input_ids" in _parameters(model):
         refuse(NAME, f"{name} has two sequences, an encoder's and a decoder's, and one is cut.", WITHOUT)
     if any(given.get(cache) is not None for cache in _CACHES):
         problem = "it is given a cache of keys, as by generate(), which are those of this rank's positions alone."
@@ -162,5 +166,5 @@ def _with_positions(
     if positions.dim() > 1:
         problem = f"{type(module).__name__} takes the same positions for all sequences, and documents begin elsewhere."
         refuse(NAME, problem, "Pack all sequences alike: document_ids (S,).")
-    index = _parameters(type(module)).index(_POSITIONS)
+    index = _parameters(module).index(_POSITIONS)
     return args[:index], {**kwargs, _POSITIONS: positions}

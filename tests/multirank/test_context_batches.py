@@ -190,7 +190,7 @@ def test_models_of_transformers_train_as_they_are(name: str) -> None:
         torch.testing.assert_close(parameter.grad.full_tensor(), other.grad)
     is_seen = torch.ones_like(batch.input_ids)
     is_seen[:, 0] = 0
-    with batch.attention(), pytest.raises(LayoutError, match="attention_mask of shape .* hides 2 positions"):
+    with batch.attention(), pytest.raises(LayoutError, match=r"attention_mask of shape .* hides 2 positions"):
         model(input_ids=batch.input_ids, attention_mask=is_seen)
     # Behind the block transformers is what it was.
     torch.testing.assert_close(model(input_ids=tokens, labels=tokens).loss, expected)
