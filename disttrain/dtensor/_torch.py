@@ -374,13 +374,13 @@ def facts_of(op: OpOverload) -> OpFacts:
     )
 
 
-def same_without_out(op: OpOverload) -> OpOverload | None:
-    """The overload with the same arguments but `out`, which writes to none."""
+def same_without_writing(op: OpOverload) -> OpOverload | None:
+    """The overload with the same arguments but `out`, or of the operator without underscore, which writes to none."""
 
     def arguments_of(each: OpOverload) -> list[tuple[str, str]]:
         return [(argument.name, str(argument.type)) for argument in each._schema.arguments if argument.name != "out"]
 
-    packet = op.overloadpacket
+    packet: Any = getattr(torch.ops.aten, op._schema.name.partition("::")[2].removesuffix("_"), op.overloadpacket)
     others = (getattr(packet, name) for name in packet.overloads())
     return next(
         (

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from disttrain.dtensor._torch import OpOverload, facts_of, same_without_out
+from disttrain.dtensor._torch import OpOverload, facts_of, same_without_writing
 
 _COPY = torch.ops.aten.copy_.default
 
@@ -25,7 +25,7 @@ def without_out(op: OpOverload) -> OpOverload | None:
     facts = facts_of(op)
     if not facts.is_pointwise or facts.is_random or facts.written != ("out",):
         return None
-    return same_without_out(op)
+    return same_without_writing(op)
 
 
 def into_out(

@@ -91,8 +91,7 @@ def _convolved(
     dtypes = {value.dtype for value in (operand, weight, bias) if value is not None}
     if num_dims not in (1, 2, 3) or weight.ndim != operand.ndim or len(dtypes) > 1:
         return None
-    # With dims of one it cannot be seen whether channels come last.
-    if not operand.dtype.is_floating_point or 1 in (*operand.shape, *weight.shape) or not operand.numel():
+    if not operand.dtype.is_floating_point or not operand.numel():
         return None
     if weight.shape[0] % groups or not weight.numel():
         return None
@@ -164,7 +163,11 @@ def _mean_pooled(
         return None
     kernels = _each(kernel, num_dims)
     ways = kernels, *(_each(value, num_dims) for value in (stride or kernels, padding, dilation))
-    if not operand.dtype.is_floating_point or any(2 * pad > size for pad, size in zip(ways[2], kernels, strict=True)):
+    if (
+        min(kernels) < 1
+        or not operand.dtype.is_floating_point
+        or any(2 * pad > size for pad, size in zip(ways[2], kernels, strict=True))
+    ):
         return None
     sizes = [_windows(size, *way) for size, *way in zip(operand.shape[2:], *ways, strict=True)]
     return [((*operand.shape[:2], *sizes), operand.dtype)] if min(sizes) > 0 else None
@@ -187,11 +190,9 @@ def _group_norm(
 ) -> Results:
     if operand.ndim < 2 or tuple(operand.shape[:2]) != (batch, channels) or operand.dtype not in WIDE:
         return None
-    if (
-        channels % num_groups
-        or 1 in operand.shape
-        or any(not _is_of(each, channels, operand) for each in (weight, bias))
-    ):
+    if operand.numel() != batch * channels * size:
+        return None
+    if channels % num_groups or any(not _is_of(each, channels, operand) for each in (weight, bias)):
         return None
     return [(tuple(operand.shape), operand.dtype), *[((batch, num_groups), operand.dtype)] * 2]
 
@@ -211,7 +212,7 @@ def _group_norm_backward(
 
 def _batch_norm(operand: torch.Tensor, *more: Any) -> Results:
     *vectors, trains, _, _ = more
-    if operand.ndim < 2 or operand.dtype not in WIDE or 1 in operand.shape or not trains:
+    if operand.ndim < 2 or operand.dtype not in WIDE or not trains or operand.numel() == operand.shape[1]:
         return None
     channels = operand.shape[1]
     if not all(_is_of(each, channels, operand) for each in vectors):

@@ -7,14 +7,19 @@ operands that lie as new ones do; for all else there is None.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, Final
 
 import torch
 
-from disttrain.dtensor._torch import OpOverload
+from disttrain.dtensor._torch import OpOverload, same_without_writing
+from disttrain.dtensor.dispatch.outputs.known_images import IMAGES
+from disttrain.dtensor.dispatch.outputs.known_indexed import INDEXED, INDICES, VIEWS_BACKWARD
 from disttrain.dtensor.dispatch.outputs.known_layers import FROM_ANY_GRADIENT, LAYERS
+from disttrain.dtensor.dispatch.outputs.known_losses import LOSSES
 from disttrain.dtensor.dispatch.outputs.known_measures import MEASURES, combined, floating, product, quotient, without
 from disttrain.dtensor.dispatch.outputs.known_pointwise import Result, formula_of, is_in_place, pointwise
+from disttrain.dtensor.dispatch.outputs.known_products import PRODUCTS
 from disttrain.dtensor.dispatch.outputs.known_resampled import RESAMPLED, RESAMPLED_BACKWARD
 from disttrain.dtensor.dispatch.outputs.known_shapes import (
     Shape,
@@ -24,6 +29,7 @@ from disttrain.dtensor.dispatch.outputs.known_shapes import (
     is_as_new,
     is_in_order,
     is_size,
+    known_outputs,
     reduced,
 )
 from disttrain.dtensor.spec.shard_sizes import is_permuted
@@ -35,6 +41,11 @@ def known_results(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     """The results for tensors on the meta device, which are shown only; None where torch is to be asked."""
     if op is _ATTENTION:
         return _attention(*args, **kwargs)
+    outputs = _new_results(op, args, kwargs)
+    return _in_place(op, args, kwargs) if outputs is None else outputs
+
+
+def _new_results(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, ...] | None:
     formula = RESULTS.get(op)
     generic = formula_of(op) if formula in (None, _whole, combined, product, quotient) else None
     if formula is None and generic is None:
@@ -51,7 +62,7 @@ def known_results(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
         results = formula(*args, **kwargs) if formula is not None else None
         if results is None and generic is not None:
             results = generic(args, kwargs)
-    except TypeError:  # arguments that the formula does not know
+    except (TypeError, ValueError, IndexError, ZeroDivisionError):  # arguments that it does not know, or mistakes
         return None
     if results is None:
         return None
@@ -62,13 +73,53 @@ def _may_lie_otherwise(
     op: OpOverload, tensor: torch.Tensor, args: Sequence[Any], formula: Callable[..., Any] | None
 ) -> bool:
     """True where the result is as new although an operand is not."""
-    if formula is _written:
+    if op in FROM_ANY:
+        return True
+    if formula is _written or op in AS_FIRST:
         return tensor is not args[0]  # What is written to stays as it lies, whatever is read.
     if formula is None:
         return is_in_order(tensor) and not (tensor is args[0] and is_in_place(op))
     is_of_any = op in FROM_ANY_GRADIENT or op in RESAMPLED_BACKWARD
     # As a sum's gradient, which is one number for all.
     return is_of_any and tensor is args[0] and (is_in_order(tensor) or not any(tensor.stride()))
+
+
+def _in_place(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, ...] | None:
+    """What an operator in place writes to, if the one that makes a new tensor makes it of that shape, and of a dtype
+    that can be written there."""
+    if not (is_in_place(op) and args and type(args[0]) is torch.Tensor and _has_places(args[0])):
+        return None
+    target = args[0]
+    if op in FILLS:
+        if not target.dtype.is_floating_point:
+            return None
+    else:
+        making = _making(op)
+        if making is None:
+            return None
+        new_args = [_as_new(value) for value in args]
+        made = known_outputs(making, new_args, kwargs)
+        if made is None:
+            made = _new_results(making, new_args, kwargs)
+        if made is None or made[0].shape != target.shape or not torch.can_cast(made[0].dtype, target.dtype):
+            return None
+    return (torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device="meta"),)
+
+
+def _as_new(value: Any) -> Any:
+    if type(value) in (list, tuple):
+        return [_as_new(each) for each in value]
+    return torch.empty(value.shape, dtype=value.dtype, device="meta") if type(value) is torch.Tensor else value
+
+
+def _has_places(tensor: torch.Tensor) -> bool:
+    """True where each element has a place of its own in memory."""
+    extent = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if not is_size(size) or (size > 1 and stride <= extent):
+            return False
+        extent += (size - 1) * stride
+    return True
 
 
 def _shown(shape: Shape, dtype: torch.dtype) -> torch.Tensor:
@@ -151,46 +202,9 @@ def _looked_up(
     by_frequency: bool = False,
     sparse: bool = False,
 ) -> Results:
-    if weight.ndim != 2 or indices.dtype not in _INDICES:
+    if weight.ndim != 2 or indices.dtype not in INDICES:
         return None
     return [((*indices.shape, weight.shape[1]), weight.dtype)]
-
-
-def _indexed(operand: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> Results:
-    """By one tensor along the first dim."""
-    if len(indices) != 1 or indices[0] is None or indices[0].dtype not in _INDICES or not operand.ndim:
-        return None
-    return [((*indices[0].shape, *operand.shape[1:]), operand.dtype)]
-
-
-def _likelihood(
-    scores: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignored: int
-) -> Results:
-    if (
-        scores.ndim != 2
-        or not scores.dtype.is_floating_point
-        or target.dtype is not torch.int64
-        or target.shape != scores.shape[:1]
-    ):
-        return None
-    if weight is not None and (tuple(weight.shape) != (scores.shape[1],) or weight.dtype is not scores.dtype):
-        return None
-    return [(() if reduction else (scores.shape[0],), scores.dtype), ((), scores.dtype)]
-
-
-def _likelihood_backward(
-    grad: torch.Tensor,
-    scores: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None,
-    reduction: int,
-    ignored: int,
-    total_weight: torch.Tensor,
-) -> Results:
-    losses = _likelihood(scores, target, weight, reduction, ignored)
-    if losses is None or tuple(grad.shape) != losses[0][0] or grad.dtype is not scores.dtype or total_weight.ndim:
-        return None
-    return [(tuple(scores.shape), scores.dtype)]
 
 
 def _sorted(operand: torch.Tensor, dim: int = -1, descending: bool = False) -> Results:
@@ -205,40 +219,6 @@ def _largest(operand: torch.Tensor, k: int, dim: int = -1, largest: bool = True,
     shape = [*operand.shape]
     shape[dim] = k
     return [(tuple(shape), operand.dtype), (tuple(shape), torch.int64)]
-
-
-def _gathered(operand: torch.Tensor, dim: int, index: torch.Tensor, *, sparse_grad: bool = False) -> Results:
-    return [(tuple(index.shape), operand.dtype)] if _points_into(operand, dim, index) else None
-
-
-def _points_into(operand: torch.Tensor, dim: int, index: torch.Tensor) -> bool:
-    if along(operand, dim, False) is None or index.dtype is not torch.int64 or index.ndim != operand.ndim:
-        return False
-    sizes = enumerate(zip(index.shape, operand.shape, strict=True))
-    return all(size <= whole for position, (size, whole) in sizes if position != dim % operand.ndim)
-
-
-def _scattered(operand: torch.Tensor, dim: int, index: torch.Tensor, source: Any) -> Results:
-    if not _points_into(operand, dim, index):
-        return None
-    if isinstance(source, torch.Tensor):
-        if source.dtype is not operand.dtype or source.ndim != index.ndim:
-            return None
-        if any(size > whole for size, whole in zip(index.shape, source.shape, strict=True)):
-            return None
-    return [(tuple(operand.shape), operand.dtype)]
-
-
-def _added_at(
-    operand: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: float = 1
-) -> Results:
-    if along(operand, dim, False) is None or index.dtype not in _INDICES or index.ndim != 1:
-        return None
-    shape = [*operand.shape]
-    shape[dim] = index.shape[0]
-    if [*source.shape] != shape or source.dtype is not operand.dtype or not operand.dtype.is_floating_point:
-        return None
-    return [(tuple(operand.shape), operand.dtype)]
 
 
 def _position(operand: torch.Tensor, dim: int | None = None, keep: bool = False) -> Results:
@@ -322,11 +302,44 @@ def _attention(
     return result, sums
 
 
+_making: Final = cache(same_without_writing)
 _ATEN: Final = torch.ops.aten
 _ATTENTION: Final[OpOverload] = _ATEN._scaled_dot_product_flash_attention_for_cpu.default
 _WHOLE: Final = (torch.int64, torch.int32)
-_INDICES: Final = (torch.int64, torch.int32)
+FROM_ANY: Final = frozenset(
+    {
+        *VIEWS_BACKWARD,
+        *PRODUCTS,
+        *LOSSES,
+        *(_ATEN.im2col.default, _ATEN.col2im.default, _ATEN.repeat.default, _ATEN.take.default),
+        *(_ATEN.grid_sampler_2d.default, _ATEN.grid_sampler_3d.default),
+        *(_ATEN.max_unpool2d.default, _ATEN.max_unpool3d.default),
+        *(_ATEN.tril.default, _ATEN.triu.default, _ATEN._softmax_backward_data.default),
+        *(_ATEN.scatter.value, _ATEN.scatter.src, _ATEN.scatter_add.default, _ATEN.gather.default),
+    }
+)
+"""Operators whose result is as new, however their operands lie."""
+AS_FIRST: Final = frozenset(
+    {
+        *(_ATEN.index_put.default, _ATEN.index_copy.default, _ATEN.index_add.default, _ATEN.index_fill.int_Scalar),
+        *(_ATEN.masked_scatter.default, _ATEN.masked_fill.Scalar, _ATEN.masked_fill.Tensor),
+    }
+)
+"""Operators whose result lies as the first operand does, however others lie."""
+FILLS: Final = frozenset(
+    {
+        *(getattr(_ATEN, name).default for name in ("zero_", "normal_", "uniform_", "exponential_", "geometric_")),
+        *(getattr(_ATEN, name).default for name in ("cauchy_", "log_normal_")),
+        *(_ATEN.fill_.Scalar, _ATEN.bernoulli_.float),
+    }
+)
+"""Operators in place that look at nothing but numbers."""
 _COMPARISONS: Final = ("eq", "ne", "lt", "le", "gt", "ge")
+OF_SAMPLES: Final = frozenset({**INDEXED, **IMAGES, **PRODUCTS}) | {
+    _ATEN.nll_loss2d_forward.default,
+    _ATEN.nll_loss2d_backward.default,
+}
+"""Operators whose formulas are held against torch's samples of calls."""
 RESULTS: Final[dict[OpOverload, Callable[..., Sequence[Result | None] | None]]] = {
     **{getattr(getattr(_ATEN, name), of): _compared for name in _COMPARISONS for of in ("Scalar", "Tensor")},
     **{getattr(_ATEN, f"bitwise_{name}").Tensor: _bits for name in ("and", "or", "xor")},
@@ -362,9 +375,10 @@ RESULTS: Final[dict[OpOverload, Callable[..., Sequence[Result | None] | None]]] 
     _ATEN.stack.default: _stacked,
     _ATEN.where.self: _where,
     _ATEN.embedding.default: _looked_up,
-    _ATEN.index.Tensor: _indexed,
-    _ATEN.nll_loss_forward.default: _likelihood,
-    _ATEN.nll_loss_backward.default: _likelihood_backward,
+    **LOSSES,
+    **INDEXED,
+    **IMAGES,
+    **PRODUCTS,
     **LAYERS,
     **MEASURES,
     **RESAMPLED,
@@ -374,11 +388,6 @@ RESULTS: Final[dict[OpOverload, Callable[..., Sequence[Result | None] | None]]] 
     _ATEN.gelu_backward.default: _activated,
     _ATEN.sort.default: _sorted,
     _ATEN.topk.default: _largest,
-    _ATEN.gather.default: _gathered,
-    _ATEN.scatter.value: _scattered,
-    _ATEN.scatter.src: _scattered,
-    _ATEN.scatter_add.default: _scattered,
-    _ATEN.index_add.default: _added_at,
     _ATEN.logsumexp.default: floating,
     _ATEN.linalg_vector_norm.default: _norm,
     _ATEN.sum.default: _counted,

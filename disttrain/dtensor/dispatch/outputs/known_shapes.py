@@ -123,7 +123,7 @@ def _mm(left: torch.Tensor, right: torch.Tensor) -> Shapes:
 
 def _addmm(added: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *factors: Any) -> Shapes:
     shapes = _mm(left, right)
-    if factors or not shapes or shapes[0] is None or 1 in shapes[0] or len(added.shape) > 2 or not is_as_new(added):
+    if factors or not shapes or shapes[0] is None or len(added.shape) > 2 or not is_as_new(added):
         return None
     return shapes if fits(tuple(added.shape), shapes[0]) else None
 
