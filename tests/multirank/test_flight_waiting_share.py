@@ -31,9 +31,9 @@ def _steps() -> tuple[float, dict[str, Any]]:
     began_s, waited_s = time.perf_counter(), 0.0
     for _ in range(NUM_STEPS):
         hidden = disttrain.all_reduce(torch.ones(64), async_op=True)
-        _compute(0.01)
+        _compute(0.03)
         late = disttrain.all_reduce(torch.ones(64), async_op=True)
-        _compute(0.02 if rank else 0.005)
+        _compute(0.06 if rank else 0.015)
         before_s = time.perf_counter()
         assert hidden is not None
         assert late is not None

@@ -242,8 +242,9 @@ def test_sums_of_nothing_hold_up_no_end() -> None:
     assert isinstance(group, ProcessGroup)
     disttrain.reduce_scatter_tensor(torch.empty(0), torch.empty(0), group=group, async_op=True)
     began_s = time.monotonic()
+    group.shutdown(60)
+    assert time.monotonic() - began_s < 40
     disttrain.destroy_process_group(group)
-    assert time.monotonic() - began_s < 4.5
     disttrain.barrier()
 
 
