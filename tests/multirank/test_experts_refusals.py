@@ -85,7 +85,7 @@ def test_nobody_waits_for_a_rank_that_raises(where: str) -> None:
     assert time.monotonic() - since_s < 60
 
 
-@on_ranks(2, timeout_s=3)
+@on_ranks(2, timeout_s=8)
 def test_a_hook_of_the_whole_model_that_raises_is_heard_of_in_time() -> None:
     model = shard_experts(Model(), ep_mesh())
     x = torch.randn(2, 3, HIDDEN, dtype=torch.float64)
@@ -96,9 +96,9 @@ def test_a_hook_of_the_whole_model_that_raises_is_heard_of_in_time() -> None:
         with pytest.raises(ZeroDivisionError):
             model(x)
         # It goes on without the model.
-        time.sleep(4)
+        time.sleep(10)
     else:
-        with pytest.raises(CollectiveTimeoutError, match=r"not every rank came within 3 s: rank 1 "):
+        with pytest.raises(CollectiveTimeoutError, match=r"not every rank came within 8 s: rank 1 "):
             model(x)
     assert time.monotonic() - since_s < 60
 

@@ -235,7 +235,7 @@ def test_who_leaves_the_job_is_not_waited_for() -> None:
 
 @on_ranks(2)
 def test_a_timeout_says_where_the_other_is() -> None:
-    group = disttrain.new_group(timeout=1)
+    group = disttrain.new_group(timeout=4)
     disttrain.barrier(group)
     store = disttrain.current_world().store
     if disttrain.get_rank() == 0:

@@ -38,7 +38,7 @@ def test_ranks_meet_in_a_store_with_a_token_of_its_own_and_again_when_started_ag
                     os._exit(3)
                 opened = disttrain.current_world()._owned_store
                 try:
-                    TCPStore(opened.host, opened.port, timeout=5, wait_for_workers=False).get("anything")
+                    TCPStore(opened.host, opened.port, timeout=60, wait_for_workers=False).get("anything")
                 except StoreAuthError:
                     locked = True
                 disttrain.barrier()
