@@ -47,7 +47,7 @@ def run_programs(programs: Sequence[Program]) -> list[Verdict]:
     verdicts: list[Verdict] = []
     while len(verdicts) < len(programs):
         rest = programs[len(verdicts) :]
-        ends = run_threads(rest[0].world_size, _run_rank, rest, timeout_s=30.0)
+        ends = run_threads(rest[0].world_size, _run_rank, rest, timeout_s=120.0)
         num_done = min(len(results) for results, _ in ends)
         verdicts += [_judged(rest[place], [results[place] for results, _ in ends]) for place in range(num_done)]
         if num_done < len(rest):

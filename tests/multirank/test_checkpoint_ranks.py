@@ -322,7 +322,7 @@ def fail_on_one_rank(directory: str, failing_rank: int) -> tuple[str, int | None
 @pytest.mark.parametrize("failing_rank", [0, 2])
 def test_a_full_disk_on_one_rank_is_everybodys_error(rank_pool: RankPool, tmp_path: Path, failing_rank: int) -> None:
     arguments = {"directory": str(tmp_path), "failing_rank": failing_rank}
-    found = rank_pool.run(3, fail_on_one_rank, arguments, timeout_s=20.0)
+    found = rank_pool.run(3, fail_on_one_rank, arguments, timeout_s=100.0)
     assert found == [found[0]] * 3
     assert found[0][0].startswith(f"on rank {failing_rank}: OSError: [Errno 28] No space left on device")
     assert found[0][1] == 1
@@ -344,7 +344,7 @@ def test_a_flip_that_one_rank_sees_is_everybodys_error(rank_pool: RankPool, tmp_
         raw = bytearray(file.read_bytes())
         raw[-1] ^= 1
         file.write_bytes(raw)
-        found = rank_pool.run(3, load_damaged, {"path": str(path)}, timeout_s=20.0)
+        found = rank_pool.run(3, load_damaged, {"path": str(path)}, timeout_s=100.0)
         assert len({problem for problem, _ in found}) == 1
         assert f"{file} does not have the bytes of" in found[0][0]
         raw[-1] ^= 1
@@ -383,7 +383,7 @@ def load_broken(path: str) -> str:
 def test_who_fails_to_read_for_others_keeps_nobody_waiting(rank_pool: RankPool, tmp_path: Path) -> None:
     path = str(tmp_path / "save")
     rank_pool.run(4, save_replicated, {"path": path})
-    found = rank_pool.run(4, load_broken, {"path": path}, timeout_s=20.0)
+    found = rank_pool.run(4, load_broken, {"path": path}, timeout_s=100.0)
     assert len(set(found)) == 1
     assert found[0].startswith(f"on rank 1: {path}/rank-0000")
     assert found[0].endswith("cannot be read: [Errno 5] Input/output error.")

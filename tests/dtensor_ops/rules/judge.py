@@ -120,7 +120,7 @@ def _fault_of_parts(call: AtenCall, signature: Signature, num_ranks: int, mask_s
         for place, (operand, placement) in enumerate(zip(call.operands, signature.operands, strict=True))
     ]
     try:
-        results = run_threads(num_ranks, _results_on_rank, call, signature, operands, timeout_s=20.0)
+        results = run_threads(num_ranks, _results_on_rank, call, signature, operands, timeout_s=100.0)
         for place, (expected, placement) in enumerate(zip(call.results, signature.results, strict=True)):
             if isinstance(expected, torch.Tensor):
                 parts = [result[place] for result in results]
