@@ -29,13 +29,14 @@ def _diagnosis(folder: str) -> Verdict:
 
 
 def _recorded(folder: str, steps: Callable[[disttrain.ProcessGroup], None]) -> None:
-    """Run `steps` on a group of all ranks with a short timeout, and dump, whether it fails or not."""
+    """Run `steps` on a connected group of all ranks, from then on with a short timeout, and dump, whether it fails or not."""
     world = disttrain.current_world()
     recorder = FlightRecorder()
     recorder.attach(world)
-    group = world.new_group(timeout_s=TIMEOUT_S)
+    group = world.new_group(timeout_s=60.0)
     assert isinstance(group, disttrain.ProcessGroup)
     disttrain.all_reduce(torch.ones(4), group=group)
+    group.set_timeout(TIMEOUT_S)
     try:
         steps(group)
     except BackendError as error:
