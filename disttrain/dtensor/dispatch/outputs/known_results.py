@@ -313,7 +313,7 @@ FROM_ANY: Final = frozenset(
         *LOSSES,
         *(_ATEN.im2col.default, _ATEN.col2im.default, _ATEN.repeat.default, _ATEN.take.default),
         *(_ATEN.grid_sampler_2d.default, _ATEN.grid_sampler_3d.default),
-        *(_ATEN.max_unpool2d.default, _ATEN.max_unpool3d.default),
+        _ATEN.max_unpool3d.default,  # not of two dims, which keeps channels last
         *(_ATEN.tril.default, _ATEN.triu.default, _ATEN._softmax_backward_data.default),
         *(_ATEN.scatter.value, _ATEN.scatter.src, _ATEN.scatter_add.default, _ATEN.gather.default),
     }
