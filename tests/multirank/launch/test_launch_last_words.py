@@ -26,7 +26,10 @@ FAILING = """
     rank, kind, culprits = disttrain.get_rank(), sys.argv[1], [int(word) for word in sys.argv[2].split(",")]
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
     disttrain.all_reduce(torch.ones(4))
+    store, num_others = disttrain.current_world().store, disttrain.get_world_size() - len(culprits)
     if rank in culprits:
+        while store.add(f"waiting {attempt}", 0) < num_others:
+            time.sleep(0.02)
         time.sleep(0.3)
         if kind == "raise":
             load_batch(f"{rank}.{attempt}")
@@ -44,6 +47,7 @@ FAILING = """
             atexit.register(time.sleep, 1.0)
             load_batch(rank)
         os.kill(os.getpid(), {"kill": signal.SIGKILL, "segfault": signal.SIGSEGV, "abort": signal.SIGABRT}[kind])
+    store.add(f"waiting {attempt}", 1)
     disttrain.all_reduce(torch.ones(4))
 """
 
