@@ -43,11 +43,11 @@ def calling(model: Any) -> Iterator[None]:
         if cut is None or cut.axis.size() == 1:
             return before(self, *args, **kwargs)
         given = _given(self, args, kwargs)
-        if _needs_positions(self, given, cut):
+        positions = _positions(self, given, cut)
+        if positions is not None:
             index = _parameters(self).index(_POSITIONS)
-            # Those that are given in their place are None.
             args, behind = args[:index], args[index + 1 :]
-            kwargs |= dict(zip(_parameters(self)[index + 1 :], behind, strict=False)) | {_POSITIONS: _own(cut, given)}
+            kwargs |= dict(zip(_parameters(self)[index + 1 :], behind, strict=False)) | {_POSITIONS: positions}
         # Parts of a model that are models, too, need not attend.
         if getattr(_LOCAL, "is_within", False):
             return before(self, *args, **kwargs)
@@ -103,25 +103,39 @@ def _tokens(given: dict[str, Any]) -> torch.Tensor | None:
     return None
 
 
-def _needs_positions(model: nn.Module, given: dict[str, Any], cut: Cut) -> bool:
-    """True of a call with this rank's part and no positions. Others find their own error in attention."""
+def _positions(model: nn.Module, given: dict[str, Any], cut: Cut) -> torch.Tensor | None:
+    """What a call with this rank's part is to be given, (B, s) or (1, s); None where it has what it needs.
+
+    Those that are given already stay, but in models that count from another number than 0: there this rank's own, as
+    `CutBatch.position_ids` has them, are counted from it. Calls that don't fit find their own error in attention.
+    """
     tokens = _tokens(given)
     is_part = tokens is not None and tokens.shape[1] == cut.parts.size(cut.axis.get_local_rank())
-    if not is_part or not _takes_positions(model) or given.get(_POSITIONS) is not None:
-        return False
-    for name, module in model.named_modules():
-        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
-            problem = f"{type(model).__name__} counts positions from {module.padding_idx + 1}, and is given none."
-            refuse(NAME, problem, f"Give {_POSITIONS}: batch.position_ids + {module.padding_idx + 1}.")
-    return True
-
-
-def _own(cut: Cut, given: dict[str, Any]) -> torch.Tensor:
-    """(1, s) or, where documents begin elsewhere in each sequence, (B, s)."""
-    tokens = _tokens(given)
-    assert tokens is not None, "else none are needed"
+    if tokens is None or not is_part or not _takes_positions(model):
+        return None
+    told = given.get(_POSITIONS)
+    first = _first_position(model)
+    if told is not None and not (first and isinstance(told, torch.Tensor) and told.shape[-1] == tokens.shape[1]):
+        return None
     positions = positions_in_block(cut, tokens.device)
-    return positions if positions.dim() > 1 else positions.unsqueeze(0)
+    positions = positions if positions.dim() > 1 else positions.unsqueeze(0)
+    if not first:
+        return positions
+    own = positions + first
+    if tokens is given.get("input_ids"):
+        # Padding, which is behind all else, has no position.
+        own = torch.where(tokens == first - 1, first - 1, own)
+    # Decided on the device, which nobody need wait for.
+    return own if told is None else torch.where((told == positions).all(), own, told)
+
+
+def _first_position(model: nn.Module) -> int:
+    """The number from which a model counts: RoBERTa and its kin have padding's below it."""
+    for name, module in model.named_modules():
+        padding: Any = getattr(module, "padding_idx", None)
+        if padding is not None and name.endswith("position_embeddings"):
+            return int(padding) + 1
+    return 0
 
 
 def _check(model: nn.Module, kind: type[nn.Module], given: dict[str, Any]) -> None:

@@ -215,11 +215,13 @@ def own_positions_of(name: str) -> Any:
         )
     if name == "biogpt":
         return hf.BioGptForCausalLM(hf.BioGptConfig(**sizes)).double().eval()
+    if name == "roberta":
+        return hf.RobertaForMaskedLM(hf.RobertaConfig(**sizes, pad_token_id=1)).double().eval()
     return pretrained("sdpa").eval()
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("name", ["llama", "bart", "biogpt"])
+@pytest.mark.parametrize("name", ["llama", "bart", "biogpt", "roberta"])
 def test_models_that_are_given_no_positions_have_their_own(name: str) -> None:
     mesh, tokens = axis(), rows(11)
     torch.manual_seed(0)
@@ -236,6 +238,15 @@ def test_models_that_are_given_no_positions_have_their_own(name: str) -> None:
     with packed.attention():
         logits = model(input_ids=packed.input_ids).logits
     torch.testing.assert_close(packed.unshard(logits, 1), expected, rtol=1e-6, atol=1e-6)
+    if name == "roberta":
+        # It counts from 2, and padding, 1, has no position.
+        padded = torch.cat([tokens, torch.ones(len(tokens), 3, dtype=torch.int64)], 1)
+        expected = model(input_ids=padded).logits
+        batch = cut_batch(mesh, padded)
+        for told in ({}, {"position_ids": batch.position_ids}):
+            with batch.attention():
+                logits = model(input_ids=batch.input_ids, **told).logits
+            torch.testing.assert_close(batch.unshard(logits, 1)[:, :11], expected[:, :11], rtol=1e-6, atol=1e-6)
     if name != "llama":
         return
     with batch.attention(), pytest.raises(LayoutError, match=r"a cache of keys.*Generate outside of the block"):
@@ -258,8 +269,6 @@ def own_ways(name: str) -> Any:
         return hf.XLNetLMHeadModel(hf.XLNetConfig(vocab_size=VOCAB, d_model=16, n_layer=1, n_head=4))
     if name == "bart":
         return hf.BartForConditionalGeneration(hf.BartConfig(**BART))
-    if name == "roberta":
-        return hf.RobertaForMaskedLM(hf.RobertaConfig(**sizes, intermediate_size=20, max_position_embeddings=32))
     sizes |= {"intermediate_size": 20, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]}
     return hf.Lfm2ForCausalLM(hf.Lfm2Config(**sizes))
 
@@ -273,7 +282,6 @@ def test_models_that_attend_in_ways_of_their_own_are_refused() -> None:
         ("mamba", "MambaForCausalLM has convolutions"),
         ("xlnet", "XLNetLMHeadModel has called no attention that looks across ranks"),
         ("bart", "BartForConditionalGeneration has two sequences"),
-        ("roberta", r"counts positions from 2, and is given none. Give position_ids: batch.position_ids \+ 2"),
         ("lfm2", "Lfm2ForCausalLM has convolutions"),
     ):
         batch = cut_batch(mesh, tokens)
