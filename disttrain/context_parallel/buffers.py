@@ -31,7 +31,10 @@ class Buffers(NamedTuple):
 def read_buffers(
     operation: str, tensors: object, dims: object, not_restored: object, rank: int, *, may_be_parts: bool = False
 ) -> Buffers:
-    """Raises ArgumentError and ShapeError for what cannot be cut. `may_be_parts`: they are not cut in place."""
+    """Raises ArgumentError and ShapeError for what cannot be cut. `may_be_parts`: they are not cut in place.
+
+    The first has the positions that there are. Tables of them along dim 0, such as rotary angles, may know more.
+    """
     if not isinstance(tensors, Sequence) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
         raise ArgumentError(operation, "the buffers are no list of tensors.", _KINDS, rank=rank)
     if not isinstance(dims, Sequence) or not all(isinstance(dim, int) for dim in dims):
@@ -47,9 +50,14 @@ def read_buffers(
         lengths.append(tensor.shape[dim])
         if not may_be_parts:
             _check_can_be_cut(operation, number, tensor, rank)
-    if len({*lengths}) > 1:
+    are_tables = [not may_be_parts and dim % tensor.dim() == 0 for tensor, dim in zip(tensors, dims, strict=True)]
+    if any(
+        length < lengths[0] or (length > lengths[0] and not is_table)
+        for length, is_table in zip(lengths, are_tables, strict=True)
+    ):
         problem = f"the buffers have {', '.join(map(str, lengths))} positions."
-        raise ShapeError(operation, problem, "Give buffers of one length; cut longer tables before.", rank=rank)
+        remedy = "Give buffers of one length; only tables along dim 0 may be longer than the first buffer."
+        raise ShapeError(operation, problem, remedy if not may_be_parts else "Give parts of one length.", rank=rank)
     if len({id(tensor) for tensor in tensors}) < len(tensors):
         raise ArgumentError(operation, "a buffer is given twice.", _KINDS, rank=rank)
     if not isinstance(not_restored, Collection) or not {*map(id, not_restored)} <= {*map(id, tensors)}:
@@ -73,7 +81,8 @@ def cut_in_place(buffers: Buffers, parts: Parts, rank: int) -> Iterator[None]:
     try:
         with torch.no_grad():
             for tensor, dim, is_restored in zip(buffers.tensors, buffers.dims, buffers.are_restored, strict=True):
-                part = parts.take(tensor, rank, dim).clone(memory_format=torch.contiguous_format)
+                known = tensor.narrow(dim, 0, buffers.length)
+                part = parts.take(known, rank, dim).clone(memory_format=torch.contiguous_format)
                 if is_restored:
                     kept.append((tensor, tensor.detach()))
                 tensor.data = part

@@ -48,7 +48,8 @@ def context_parallel(
 
     Args:    mesh                an axis, as mesh["cp"]; its ranks have the same buffers.
              buffers             tensors with a dim of positions, all of one length: inputs, targets, positions, tables
-                                 of angles. Within the block they are this rank's part.
+                                 of angles. Within the block they are this rank's part. Tables whose positions are
+                                 their dim 0 may be longer than the first buffer, as torch's may.
              buffer_seq_dims     for each its dim of positions.
              no_restore_buffers  those of them that need not be whole again behind it.
     Raises:  on all ranks where one has what cannot be cut (ArgumentError, ShapeError; RankMismatchError on the others),

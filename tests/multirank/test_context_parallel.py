@@ -147,6 +147,30 @@ def test_tensors_that_view_one_another_stay_what_they_are() -> None:
     assert tokens.data_ptr() == rows.data_ptr()
 
 
+@on_ranks(2, 3)
+def test_tables_may_know_more_positions_than_there_are() -> None:
+    """Rotary angles are made once, for the longest sequence that a model takes."""
+    mesh, tokens = axis(), torch.arange(14).view(2, 7)
+    table, positions = torch.randn(32, 3), torch.arange(40)
+    kept = table.clone()
+    with context_parallel(mesh, buffers=[tokens, table, positions], buffer_seq_dims=[1, 0, 0]):
+        own = tokens[0]
+        assert torch.equal(positions, own)
+        assert torch.equal(table, kept[own])
+    assert torch.equal(table, kept)
+    assert len(positions) == 40
+    with (
+        pytest.raises(ShapeError, match="the buffers have 7, 9 positions.*only tables along dim 0"),
+        context_parallel(mesh, buffers=[tokens, torch.zeros(2, 9)], buffer_seq_dims=[1, 1]),
+    ):
+        pass
+    with (
+        pytest.raises(ShapeError, match="the buffers have 7, 5 positions"),
+        context_parallel(mesh, buffers=[tokens, table[:5]], buffer_seq_dims=[1, 0]),
+    ):
+        pass
+
+
 @on_ranks(2)
 def test_nothing_of_a_block_stays_behind_it() -> None:
     mesh, before = axis(), F.scaled_dot_product_attention
