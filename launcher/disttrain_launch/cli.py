@@ -18,7 +18,7 @@ from disttrain import settings
 from disttrain.devices import num_gpus
 from disttrain.errors import DisttrainError, LaunchError
 from disttrain_launch.clusters.cluster_flags import placed
-from disttrain_launch.request.flags import parse
+from disttrain_launch.request.flags import misplaced, parse
 from disttrain_launch.request.job import NOT_STARTED, OPERATION
 from disttrain_launch.request.request import job_spec
 
@@ -92,7 +92,7 @@ def _doctor(argv: Sequence[str]) -> int:
 
 def _start(args: argparse.Namespace, environ: Mapping[str, str], *, has_prefixes: bool = True) -> int:
     args, note = placed(args, environ)
-    if note:
+    for note in filter(None, (note, misplaced(args))):
         print(f"{OPERATION}: {note}", file=sys.stderr, flush=True)
     spec = job_spec(args, environ)
     # Only now: the help must not wait for the store's and the event loop's modules.

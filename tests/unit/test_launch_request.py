@@ -14,7 +14,7 @@ from disttrain_launch.cli import main
 from disttrain_launch.output.failure.report import ending
 from disttrain_launch.rendezvous.messages import Run
 from disttrain_launch.rendezvous.rounds import Assignment, Terms
-from disttrain_launch.request.flags import parse
+from disttrain_launch.request.flags import misplaced, parse
 from disttrain_launch.request.job import STDERR, STDOUT, JobSpec, LogPlan, parse_stream_choice
 from disttrain_launch.request.request import job_spec
 from disttrain_launch.workers.environment import Meeting, worker_environment
@@ -88,6 +88,21 @@ def test_flags_of_torchrun_that_ask_for_what_is_done_anyhow(script: str) -> None
     asked += " --rdzv-conf read_timeout=60,use_libuv=1,join_timeout=300"
     spec = spec_of(*asked.split(), "--rdzv-id=a", script)
     assert spec == spec_of("--rdzv-id=a", "--join-timeout=300", script)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("{} --nproc-per-node 2", "--nproc-per-node stands behind {}, which gets it"),
+        ("{} --nproc_per_node=2 --standalone", "--nproc-per-node, --standalone stand behind {}, which gets them"),
+        ("--nproc-per-node 2 {} --nproc-per-node 4", ""),
+        ("{} --steps 2 --master-port 5", ""),
+    ],
+)
+def test_flags_behind_the_script_are_its_own_and_are_spoken_of(script: str, argv: str, said: str) -> None:
+    args = parse(argv.format(script).split())
+    assert misplaced(args).startswith(said.format(script)) if said else not misplaced(args)
+    assert job_spec(args, {}).command[-1] == argv.split()[-1]
 
 
 def test_nodes_run_the_same_unless_all_are_told_otherwise(script: str) -> None:

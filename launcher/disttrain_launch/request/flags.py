@@ -36,6 +36,9 @@ _RIVALS = {
     "no_python": {"module"},
 }
 
+_LAUNCHERS_ALONE = ("--nproc-per-node", "--nnodes", "--standalone", "--max-restarts", "--rdzv-endpoint")
+"""Flags of which a script hardly has its own."""
+
 # torchrun's flags that have no effect here, and what to do instead. Those that ask for what is done anyhow are taken.
 _UNSUPPORTED = {
     "--start-method": "Workers are started by exec.",
@@ -271,6 +274,23 @@ def parse(
             chosen = _over(_from_variables(parser, defaults, prefix, environ), chosen)
     chosen = _over(on_line, chosen)
     return argparse.Namespace(**{**defaults, **chosen}, given=frozenset(chosen))
+
+
+def misplaced(args: argparse.Namespace) -> str:
+    """What to say of the launcher's flags behind the script's name, which nobody has given in front; empty if nothing.
+
+    They are the script's, as torchrun has it, and stay so.
+    """
+    words = {word.partition("=")[0] for word in args.script_args}
+    flags = [
+        flag
+        for flag in _LAUNCHERS_ALONE
+        if {flag, _underscored(flag)} & words and flag[2:].replace("-", "_") not in args.given
+    ]
+    if not flags:
+        return ""
+    stand, them = ("stands", "it") if len(flags) == 1 else ("stand", "them")
+    return f"{', '.join(flags)} {stand} behind {args.script}, which gets {them}; the launcher's flags go in front of it."
 
 
 def _given(parser: Parser, argv: Sequence[str] | None) -> dict[str, Any]:
