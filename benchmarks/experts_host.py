@@ -156,7 +156,7 @@ class Unwritten:
         return grad, None if order is None else torch.empty(len(order))
 
     @staticmethod
-    def pack(ends: torch.Tensor, finding: Any, num_ranks: int, chunk: int) -> torch.Tensor:
+    def pack(ends: torch.Tensor, finding: Any, num_ranks: int, chunk: int, tag: int) -> torch.Tensor:
         return next(drawn_sizes(num_ranks, chunk))
 
     @staticmethod

@@ -15,6 +15,7 @@ from torch import nn
 
 import disttrain
 from disttrain.dtensor import DTensor
+from disttrain.errors import ShardingError
 from disttrain.experts import GradScaler, shard_experts, use_experts
 from disttrain.fsdp2 import fully_shard
 from disttrain.mesh import DeviceMesh
@@ -164,3 +165,15 @@ def check_added(model: nn.Module, whole: nn.Module) -> None:
 
 def test_what_hooks_add_to_experts() -> None:
     run(check_added, listed())
+
+
+def check_changed(model: nn.Module, whole: nn.Module) -> None:
+    divided(model)
+    for module in (model, whole):
+        module.model.layers[0].mlp.experts.act_fn = nn.Tanh()
+    with pytest.raises(ShardingError, match=r"attributes of Qwen3MoeExperts are others .*\[rank \d"):
+        model(sentences(0))
+
+
+def test_an_activation_that_is_replaced_after_experts_were_divided() -> None:
+    run(check_changed, expert_model("qwen3_moe", 4))
