@@ -101,15 +101,26 @@ def is_forward_mode() -> bool:
 def are_plain(values: Iterable[Any]) -> bool:
     """True if these are plain tensors with values, or None, and operators on them are seen by autograd alone: by no
     compiler, no transform and no mode."""
-    return bool(
-        not torch.compiler.is_compiling()
-        and not torch._C._len_torch_dispatch_stack()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and all(value is None or (type(value) in _PLAIN and not value.is_meta) for value in values)
-    )
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    ):
+        return False
+    # No generator: each step of one takes the host as long as a look at a tensor.
+    for value in values:  # noqa: SIM110
+        if value is not None and (type(value) not in _PLAIN or value.is_meta):
+            return False
+    return True
 
 
 _PLAIN: Final = (torch.Tensor, nn.Parameter)
+
+
+def applied_plainly(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """The `apply` of a torch.autograd.Function for arguments that `are_plain`: without a look for transforms."""
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
 
 
 def as_constant(function: _Function) -> _Function:
