@@ -375,11 +375,10 @@ def release_saved(ctx: Any) -> None:
 def asked_for(ctx: Any) -> list[bool]:
     """Of a torch.autograd.Function's tensor arguments, in their order, those whose gradients a backward needs: of
     some alone in torch.autograd.grad, and in the halves of a zero-bubble pipeline's backward."""
-    return [node is not None and _is_executed(node) for node, _ in ctx.next_functions]
-
-
-def _is_executed(node: Any) -> bool:
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # of a leaf whose gradient torch.autograd.grad returns
-        return True
+    asked = []
+    for node, _ in ctx.next_functions:
+        try:
+            asked.append(node is not None and torch._C._will_engine_execute_node(node))
+        except RuntimeError:  # of a leaf whose gradient torch.autograd.grad returns
+            asked.append(True)
+    return asked

@@ -56,7 +56,9 @@ class AllToAll(Exchange):
         sizes = packed(order.ends, cut, weights, asked * NUM_CODES + code_of(x))
         own, others = sizes.unbind()
         # On the device alone: the host does not wait for it before it reads.
-        self._exchange(others, own, self._one_each, self._one_each, None, async_op=False)
+        run = self.group.backend_of("all_to_all_single", own).all_to_all_single
+        arguments = (others, own, self._one_each, self._one_each, False)
+        issue(self.group, "all_to_all_single", run, arguments, (own,), (others,), async_op=False)
         return SizedRoute(self, order, cut, sizes)
 
     def send(
@@ -67,21 +69,10 @@ class AllToAll(Exchange):
         like = self._without_rows.get(kind)
         if like is None:
             like = self._without_rows[kind] = (rows.new_empty((0, rows.shape[1])),)
-        return self._exchange(output, rows, received, sent, like, async_op)
-
-    def _exchange(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        received: list[int],
-        sent: list[int],
-        recorded: Sequence[torch.Tensor] | None,
-        async_op: bool,
-    ) -> Work | None:
-        """An all_to_all_single of sizes that are known to fit, which need no checks."""
-        run = self.group.backend_of("all_to_all_single", input).all_to_all_single
-        arguments = (output, input, received, sent, async_op)
-        return issue(self.group, "all_to_all_single", run, arguments, (input,), (output,), async_op, recorded=recorded)
+        # Of sizes that are known to fit: they need no checks.
+        run = self.group.backend_of("all_to_all_single", rows).all_to_all_single
+        arguments = (output, rows, received, sent, async_op)
+        return issue(self.group, "all_to_all_single", run, arguments, (rows,), (output,), async_op, recorded=like)
 
     def host_buffer(self, like: torch.Tensor) -> torch.Tensor:
         """Pinned memory, of which a few are enough: each is read before the next layer asks."""
@@ -153,18 +144,18 @@ class SizedRoute:
         else:
             tails = sizes[:, :, chunk:].tolist()
         # What is not finite, less itself, is nan.
-        bad = [rank for rank, (_, finding) in enumerate(tails[1]) if finding - finding]
-        if bad:
-            self._refuse(bad)
-        sent, received = ([int(total) for total, _ in side] for side in tails)
-        num_received = sum(received)
-        if num_received >= TAG:
-            tags = [total // TAG for total in received]
+        sent, received, tags = [], [], []
+        for (sent_total, _), (total, finding) in zip(*tails, strict=True):
+            if finding - finding:
+                self._refuse([rank for rank, (_, finding) in enumerate(tails[1]) if finding - finding])
+            sent.append(int(sent_total) % TAG)
+            tag, number = divmod(int(total), TAG)
+            received.append(number)
+            tags.append(tag)
+        if min(tags) != max(tags):
             check_alike([tag % NUM_CODES for tag in tags], self._group)
-            self._asked = min(tags) // NUM_CODES
-            sent, received = ([total % TAG for total in side] for side in (sent, received))
-            num_received = sum(received)
-        self._splits = splits = sent, received, sum(sent), num_received
+        self._asked = min(tags) // NUM_CODES
+        self._splits = splits = sent, received, sum(sent), sum(received)
         # Not the pad of a rank that has fewer experts than others.
         counts = sizes[1, :, : self._cut.num_experts_of(self._group.group_rank)]
         self._arrival = arrange(counts, splits[3])

@@ -154,11 +154,11 @@ class Assumed:
     @classmethod
     def of(cls, module: nn.Module) -> Assumed:
         """As the module has them now."""
-        # Linear layers are looked at where they are multiplied by.
+        # Linear layers and the experts of lists are looked at where they are computed.
         children = tuple(
             (name, () if any(True for _ in child.parameters()) else _plain_names(child))
             for name, child in module.named_children()
-            if not isinstance(child, nn.Linear)
+            if not isinstance(child, nn.Linear) and not isinstance(module, nn.ModuleList)
         )
         names = _plain_names(module)
         return cls(names, children, _values(module, names, children))

@@ -21,6 +21,7 @@ from disttrain.kernels.grouped.table import Kernels
 RECIPES: Final = ("", "tensorwise", "rowwise")
 _DTYPE: Final = torch.float8_e4m3fn
 
+
 def product_by(recipe: str) -> Callable[..., torch.Tensor]:
     """`choice.product`, or the same in float8 where there is a `recipe`."""
     return partial(_product, recipe) if recipe else choice.product
