@@ -149,9 +149,10 @@ def test_dtypes_that_differ_between_ranks_are_named_on_all(exchange: str, way: s
             text = "torch.float32 on ranks 0, 2, torch.float32 within autocast to torch.bfloat16 on rank 1"
         elif not is_odd:
             x = x.double()
-        with torch.autocast("cpu", torch.bfloat16, enabled=is_odd and way == "autocast"):
-            with pytest.raises(ShapeError, match=rf"unlike dtypes: {text}\. .*\[rank \d, mlp\]"):
-                layer(x)
+        text = rf"unlike dtypes: {text}\. .*\[rank \d, mlp\]"
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=is_odd and way == "autocast")
+        with autocast, pytest.raises(ShapeError, match=text):
+            layer(x)
 
     run_threads(3, check)
 

@@ -7,7 +7,6 @@ the dtype of its tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 import torch
 
 from disttrain.errors import CompileError, ShapeError

@@ -172,8 +172,8 @@ def _class_of(
                 return as_ever(self, *args, **kwargs)
             raise ShardingError(
                 "experts",
-                f"attributes of {base.__name__} are others than when use_experts found what it computes, and its experts"
-                " are divided.",
+                f"attributes of {base.__name__} are others than when use_experts found what it computes, and its"
+                " experts are divided.",
                 "Change activations, limits and dropout before use_experts.",
                 rank=layer.exchange.group.world.rank if getattr(layer, "exchange", None) else None,
             )

@@ -200,15 +200,10 @@ class _Mlp(torch.autograd.Function):
 _apply: Final = applied_plainly(_Mlp)
 
 
-def _parts(
-    tensors: Sequence[torch.Tensor | None],
-) -> tuple[torch.Tensor, torch.Tensor, mlp.Tokens | None, mlp.ExpertWeights]:
+def _parts(tensors: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor, mlp.Tokens | None, mlp.ExpertWeights]:
     """x, ends, tokens and weights, as `mlp` takes them, each laid out line by line, of `MLP`'s first ten arguments."""
     x, ends, order, slots, weights, gate, up, down, gate_bias, down_bias = tensors
-    assert x is not None and ends is not None and gate is not None and down is not None
-    tokens = None
-    if order is not None and slots is not None and weights is not None:
-        tokens = mlp.Tokens(order, slots, ends, weights.contiguous())
+    tokens = None if order is None else mlp.Tokens(order, slots, ends, weights.contiguous())
     experts = mlp.ExpertWeights(
         gate.contiguous(),
         None if up is None else up.contiguous(),
