@@ -203,8 +203,10 @@ def _without_products() -> nn.Module:
         (_with_dropout, "it has dropout of 0.1, which no product of all experts computes"),
         (
             _without_products,
-            "its parameters have no form that is known: gate_up_proj of (7, 24, 16) and down_proj of (5, 16, 12) are "
-             "no experts' two products",
+            (
+                "its parameters have no form that is known: gate_up_proj of (7, 24, 16) and down_proj of (5, 16, 12)"
+                " are no experts' two products"
+            ),
         ),
         (
             lambda: torch.nn.ModuleDict({"experts": torch.nn.ModuleDict({"expert_0": GatedMlp()})}),
