@@ -106,8 +106,10 @@ class _Crossing(torch.autograd.Function):
         kept: list[torch.Tensor | None] = []
         is_wanted = iter(wanted)
         for of_part, tensor, spec in zip(grads[2:], tensors, specs, strict=True):
-            is_kept = tensor is not None and next(is_wanted) and of_part is not None
-            kept.append((of_part if spec is None else DTensor(of_part, spec)) if is_kept else None)
+            if tensor is None or not next(is_wanted) or of_part is None:
+                kept.append(None)
+            else:
+                kept.append(of_part if spec is None else DTensor(of_part, spec))
         return of_x, of_weights, *kept, *[None] * 4
 
 

@@ -107,9 +107,10 @@ def are_plain(values: Iterable[Any]) -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
     ):
         return False
+    is_dead = torch._C._functorch.is_dead_tensor_wrapper  # of a transform that has ended
     # No generator: each step of one takes the host as long as a look at a tensor.
     for value in values:  # noqa: SIM110
-        if value is not None and (type(value) not in _PLAIN or value.is_meta):
+        if value is not None and (type(value) not in _PLAIN or value.is_meta or is_dead(value)):
             return False
     return True
 

@@ -172,10 +172,10 @@ class _Mlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
         *tensors, form, recipe = arguments
-        x, *others = _parts(tensors)
+        x, ends, tokens, experts = _parts(tensors)
         # Those of the gradient in backward, too.
         kernels = kernels_of(x)
-        result, gate, up = mlp.forward(x, *others, form, recipe, kernels=kernels)
+        result, gate, up = mlp.forward(x, ends, tokens, experts, form, recipe, kernels=kernels)
         ctx.others = form, recipe, kernels
         ctx.save_for_backward(*tensors, gate, up)
         return result
@@ -252,8 +252,8 @@ def _backward_of_linear(ctx: Any, grad: torch.Tensor) -> Any:
 
 def _mlp(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     *form, recipe = arguments[10:]
-    x, *others = _parts(arguments[:10])
-    result, of_gate, of_up = mlp.forward(x, *others, GatedForm(*form), recipe)
+    x, ends, tokens, experts = _parts(arguments[:10])
+    result, of_gate, of_up = mlp.forward(x, ends, tokens, experts, GatedForm(*form), recipe)
     return result, of_gate, x.new_empty(0) if of_up is None else of_up
 
 
