@@ -107,9 +107,9 @@ def are_plain(values: Iterable[Any]) -> bool:
         or torch._C._functorch.peek_interpreter_stack() is not None
     ):
         return False
-    is_dead = torch._C._functorch.is_dead_tensor_wrapper  # of a transform that has ended
+    is_dead = torch._C._functorch.is_dead_tensor_wrapper  # type: ignore[attr-defined]  # of an ended transform
     # No generator: each step of one takes the host as long as a look at a tensor.
-    for value in values:  # noqa: SIM110
+    for value in values:
         if value is not None and (type(value) not in _PLAIN or value.is_meta or is_dead(value)):
             return False
     return True
