@@ -118,30 +118,30 @@ class Unwritten:
 
     @staticmethod
     def sort(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, ...]:
-        numbers = torch.arange(len(experts))
-        share = len(experts) // num_experts
+        numbers = torch.arange(experts.shape[0])
+        share = experts.shape[0] // num_experts
         ends = torch.arange(share, share * num_experts + 1, share, dtype=torch.int32)
         return numbers, numbers, ends
 
     @staticmethod
     def take(x: torch.Tensor, order: torch.Tensor, ends: Any, k: int, scales: Any) -> torch.Tensor:
-        return x.new_empty(len(order), x.shape[1])
+        return x.new_empty(order.shape[0], x.shape[1])
 
     @staticmethod
     def combine(rows: torch.Tensor, slots: torch.Tensor, ends: Any, k: int, weights: Any) -> torch.Tensor:
-        return rows.new_empty(len(slots) // k, rows.shape[1])
+        return rows.new_empty(slots.shape[0] // k, rows.shape[1])
 
     @staticmethod
     def products_with(grad: Any, rows: torch.Tensor, slots: torch.Tensor, ends: Any, k: int) -> torch.Tensor:
-        return torch.empty(len(slots))
+        return torch.empty(slots.shape[0])
 
     @staticmethod
     def product(x: torch.Tensor, weight: torch.Tensor, ends: Any, is_transposed: bool) -> torch.Tensor:
-        return x.new_empty(len(x), weight.shape[2 if is_transposed else 1])
+        return x.new_empty(x.shape[0], weight.shape[2 if is_transposed else 1])
 
     @staticmethod
     def outer(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        return left.new_empty(len(ends), left.shape[1], right.shape[1])
+        return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
 
     @staticmethod
     def clear_past(rows: torch.Tensor, ends: Any) -> torch.Tensor:
@@ -153,10 +153,10 @@ class Unwritten:
 
     @staticmethod
     def gated_backward(grad: torch.Tensor, gate: Any, up: Any, ends: Any, form: Any, order: Any, *_: Any) -> Any:
-        return grad, None if order is None else torch.empty(len(order))
+        return grad, None if order is None else torch.empty(order.shape[0])
 
     @staticmethod
-    def pack(ends: torch.Tensor, finding: Any, num_ranks: int, chunk: int) -> torch.Tensor:
+    def pack(ends: torch.Tensor, finding: Any, num_ranks: int, chunk: int, tag: int) -> torch.Tensor:
         return next(drawn_sizes(num_ranks, chunk))
 
     @staticmethod

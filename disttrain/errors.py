@@ -68,6 +68,11 @@ class DisttrainError(Exception):
         # Others send errors between processes as pickles, where the arguments of `__init__` would be missing.
         return _again, (type(self), self.args), self.__dict__
 
+    def say_where(self, where: str) -> None:
+        """Say where it happened, which the one that raised it did not know."""
+        self.where = where
+        self.args = (self._text(),)
+
     def _text(self) -> str:
         locations = [] if self.rank is None else [f"rank {self.rank}"]
         locations += [self.where] if self.where else []

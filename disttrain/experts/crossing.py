@@ -6,19 +6,19 @@ while rows are under way, and nobody watches operators.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
 import torch
 
-from disttrain.dtensor import DTensor, Spec
+from disttrain.dtensor import DTensor
 from disttrain.experts.exchange.legs import Route
-from disttrain.kernels._torch import are_plain, asked_for, release_saved
+from disttrain.kernels._torch import applied_plainly, are_plain, asked_for, release_saved
 from disttrain.kernels.grouped import mlp
 from disttrain.kernels.grouped.choice import kernels_of
 from disttrain.kernels.grouped.form import GatedForm
 from disttrain.kernels.grouped.mlp import ExpertWeights
 from disttrain.kernels.grouped.rows import ExpertOrder
-from disttrain.kernels.grouped.table import Kernels
 from disttrain.kernels.operators import once
 
 
@@ -48,44 +48,45 @@ def taken_whole(parameter: torch.Tensor) -> bool:
 
 def can_cross(x: torch.Tensor, weights: torch.Tensor, experts: GatedExperts) -> bool:
     """True where nobody watches operators, and nothing is cast."""
-    tensors, dtype = [tensor for tensor in experts.weights if tensor is not None], x.dtype
-    return are_plain((weights, x, *map(_part, tensors))) and all(tensor.dtype == dtype for tensor in tensors)
+    tensors, dtype = _parts(experts.weights), x.dtype
+    for tensor in tensors:
+        if tensor is not None and tensor.dtype != dtype:
+            return False
+    return are_plain((weights, x, *tensors))
 
 
 class _Crossing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor, *arguments: Any) -> torch.Tensor:
         *given, order, route, form, recipe = arguments
-        tensors = [*map(_part, given)]
+        tensors = _parts(given)
+        # Those of gradients in backward, too.
         k, kernels = weights.shape[1], kernels_of(x)
         rows = kernels.take(x.contiguous(), order.order, order.ends, k, None)
         arrived = _sent(route, rows, is_back=False)
         del rows
+        # Where one has nothing to compute, they may be others.
+        known = kernels if x.numel() and arrived.numel() else None
+        experts = _plain(tensors)
         result, gate, up = mlp.forward(
-            arrived,
-            route.ends,
-            None,
-            _plain(tensors),
-            form,
-            recipe,
-            is_cleared=False,
-            kernels=_known(kernels, x, arrived),
+            arrived, route.ends, None, experts, form, recipe, is_cleared=False, kernels=known
         )
         returned = _sent(route, result, is_back=True)
-        ctx.others = order, route, form, recipe, [t._spec if isinstance(t, DTensor) else None for t in given]
+        specs = [tensor._spec if isinstance(tensor, DTensor) else None for tensor in given]
+        ctx.others = order, route, form, recipe, specs, kernels, known
         ctx.save_for_backward(weights, returned, arrived, gate, up, *tensors)
         return kernels.combine(returned, order.slots, order.ends, k, weights.contiguous())
 
     @staticmethod
     @once("experts")
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        order, route, form, recipe, specs = ctx.others
+        order, route, form, recipe, specs, kernels, known = ctx.others
         # As the engine says: on ranks that go in many nodes, it leaves out those exchanges that nobody needs.
         wants_x, wants_weights, *wanted = asked_for(ctx)
         # Before anything is sent: an activation checkpoint computes what was saved anew, on all ranks.
         weights, returned, arrived, gate, up, *tensors = ctx.saved_tensors
         release_saved(ctx)
-        k, grad, kernels = weights.shape[1], grad.contiguous(), kernels_of(grad)
+        k, grad = weights.shape[1], grad.contiguous()
         of_weights = of_x = None
         if wants_weights:
             products = kernels.products_with(grad, returned, order.slots, order.ends, k)
@@ -96,22 +97,23 @@ class _Crossing(torch.autograd.Function):
         grads = mlp.backward(
             _sent(route, kernels.take(grad, order.order, order.ends, k, weights.contiguous()), is_back=False),
             arrived, route.ends, None, _plain(tensors), gate, up, form, recipe, wants_x, any(wanted), is_cleared=False,
-            kernels=_known(kernels, grad, arrived),
+            kernels=known,
         )  # fmt: skip
         del arrived, gate, up
         if wants_x:
             assert grads.x is not None
             of_x = kernels.combine(_sent(route, grads.x, is_back=True), order.slots, order.ends, k, None)
-        of_experts = grads[2:]
+        kept: list[torch.Tensor | None] = []
         is_wanted = iter(wanted)
-        kept = [
-            _whole(grad, spec) if tensor is not None and next(is_wanted) else None
-            for grad, tensor, spec in zip(of_experts, tensors, specs, strict=True)
-        ]
+        for of_part, tensor, spec in zip(grads[2:], tensors, specs, strict=True):
+            if tensor is None or not next(is_wanted) or of_part is None:
+                kept.append(None)
+            else:
+                kept.append(of_part if spec is None else DTensor(of_part, spec))
         return of_x, of_weights, *kept, *[None] * 4
 
 
-_cross: Final[Any] = _Crossing.apply
+_cross: Final = applied_plainly(_Crossing)
 
 
 def _sent(route: Route, rows: torch.Tensor, *, is_back: bool) -> torch.Tensor:
@@ -119,19 +121,17 @@ def _sent(route: Route, rows: torch.Tensor, *, is_back: bool) -> torch.Tensor:
     return route.finish(coming, None, is_back)
 
 
-def _known(kernels: Kernels, tokens: torch.Tensor, arrived: torch.Tensor) -> Kernels | None:
-    """Those of tokens, where they are those of rows that have come, too: not where one has nothing to compute."""
-    return kernels if tokens.numel() and arrived.numel() else None
-
-
-def _part(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _whole(grad: torch.Tensor | None, spec: Spec | None) -> torch.Tensor | None:
-    return grad if grad is None or spec is None else DTensor(grad, spec)
+def _parts(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """This rank's."""
+    return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
 def _plain(tensors: Any) -> ExpertWeights:
-    gate, *others = tensors
-    return ExpertWeights(gate.contiguous(), *(None if tensor is None else tensor.contiguous() for tensor in others))  # type: ignore[arg-type]
+    gate, up, down, gate_bias, down_bias = tensors
+    return ExpertWeights(
+        gate.contiguous(),
+        None if up is None else up.contiguous(),
+        down.contiguous(),
+        None if gate_bias is None else gate_bias.contiguous(),
+        None if down_bias is None else down_bias.contiguous(),
+    )

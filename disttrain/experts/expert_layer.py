@@ -134,7 +134,8 @@ class ExpertLayer(nn.Module):
         check_arguments(x, indices, num_experts, exchange, weights, self.expert_width(), capacity, self.expert_dtype())
         order, num_dropped = ordered(indices, num_experts, capacity)
         self._keep_dropped(num_dropped)
-        route = exchange.route(order, num_experts, weights, most_rows(indices, num_experts, exchange, capacity), asked)
+        most = most_rows(indices, num_experts, exchange, capacity)
+        route = exchange.route(x, order, num_experts, weights, most, asked)
         if asked:
             x, _ = taking_part(x, weights, route.agreed(asked))
         sums = crossed(x, order, weights, route, experts)

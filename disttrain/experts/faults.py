@@ -27,20 +27,20 @@ def tell_of(error: Exception, group: ProcessGroup) -> None:
         error.add_note(f"The other ranks could not be told: {reason}")
 
 
-def tells(module: nn.Module, group: ProcessGroup) -> None:
-    """Have `module` tell the ranks of `group`, too, of errors in its forward."""
+def tells(module: nn.Module, group: ProcessGroup, name: str = "") -> None:
+    """Have `module` tell the ranks of `group`, too, of errors in its forward; those of experts say its name."""
     if not isinstance(module, _Telling):
         module.__class__ = _telling(cast(Any, type(module)))
         setattr(module, _TOLD_GROUPS, ())
+        setattr(module, _TOLD_NAME, name or type(module).__name__)
     setattr(module, _TOLD_GROUPS, _Groups((*getattr(module, _TOLD_GROUPS), group)))
 
 
 def let_tell(module: nn.Module, group: ProcessGroup) -> None:
     """Have `module`, and each module in it that has a layer of experts, where routers raise, tell `group` of errors."""
-    tells(module, group)
-    for parent in list(module.modules()):
-        if any(is_layer(child) for child in parent.children()):
-            tells(parent, group)
+    for name, part in list(module.named_modules()):
+        if part is module or any(is_layer(child) for child in part.children()):
+            tells(part, group, name)
 
 
 def is_layer(module: nn.Module) -> bool:
@@ -58,9 +58,11 @@ class _Groups(tuple[ProcessGroup, ...]):
 
 class _Telling(nn.Module):
     _told_groups: tuple[ProcessGroup, ...]
+    _told_name: str
 
 
 _TOLD_GROUPS: Final = "_told_groups"
+_TOLD_NAME: Final = "_told_name"
 
 
 @functools.cache
@@ -73,6 +75,8 @@ def _telling(cls: type[nn.Module]) -> type[nn.Module]:
             return as_ever(self, *args, **kwargs)
         except Exception as error:
             if not is_recomputed_enough(error):
+                if isinstance(error, DisttrainError) and error.operation == NAME and not error.where:
+                    error.say_where(self._told_name)
                 for group in self._told_groups:
                     tell_of(error, group)
             raise

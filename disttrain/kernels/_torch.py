@@ -101,15 +101,27 @@ def is_forward_mode() -> bool:
 def are_plain(values: Iterable[Any]) -> bool:
     """True if these are plain tensors with values, or None, and operators on them are seen by autograd alone: by no
     compiler, no transform and no mode."""
-    return bool(
-        not torch.compiler.is_compiling()
-        and not torch._C._len_torch_dispatch_stack()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and all(value is None or (type(value) in _PLAIN and not value.is_meta) for value in values)
-    )
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    ):
+        return False
+    is_dead = torch._C._functorch.is_dead_tensor_wrapper  # type: ignore[attr-defined]  # of an ended transform
+    # No generator: each step of one takes the host as long as a look at a tensor.
+    for value in values:
+        if value is not None and (type(value) not in _PLAIN or value.is_meta or is_dead(value)):
+            return False
+    return True
 
 
 _PLAIN: Final = (torch.Tensor, nn.Parameter)
+
+
+def applied_plainly(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """The `apply` of a torch.autograd.Function for arguments that `are_plain`: without a look for transforms."""
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
 
 
 def as_constant(function: _Function) -> _Function:
@@ -364,11 +376,10 @@ def release_saved(ctx: Any) -> None:
 def asked_for(ctx: Any) -> list[bool]:
     """Of a torch.autograd.Function's tensor arguments, in their order, those whose gradients a backward needs: of
     some alone in torch.autograd.grad, and in the halves of a zero-bubble pipeline's backward."""
-    return [node is not None and _is_executed(node) for node, _ in ctx.next_functions]
-
-
-def _is_executed(node: Any) -> bool:
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # of a leaf whose gradient torch.autograd.grad returns
-        return True
+    asked = []
+    for node, _ in ctx.next_functions:
+        try:
+            asked.append(node is not None and torch._C._will_engine_execute_node(node))
+        except RuntimeError:  # of a leaf whose gradient torch.autograd.grad returns
+            asked.append(True)
+    return asked

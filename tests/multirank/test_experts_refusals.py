@@ -135,6 +135,28 @@ def test_all_ranks_raise_for_weights_of_one_that_are_not_finite(bad: float) -> N
     assert layer(x, indices, weights).isfinite().all()
 
 
+@pytest.mark.parametrize("exchange", ["all_to_all", "padded"])
+@pytest.mark.parametrize("way", ["cast", "autocast", "shared"])
+def test_dtypes_that_differ_between_ranks_are_named_on_all(exchange: str, way: str) -> None:
+    def check() -> None:
+        is_odd = disttrain.get_rank() == 1
+        layer = mixture(shared=way == "shared")
+        shard_experts(nn.ModuleDict({"mlp": layer}), ep_mesh(), exchange=exchange)
+        layer.to(torch.float32 if is_odd or way == "autocast" else torch.float64)
+        x = torch.randn(3, HIDDEN)
+        text = "torch.float64 on ranks 0, 2, torch.float32 on rank 1"
+        if way == "autocast":
+            text = "torch.float32 on ranks 0, 2, torch.float32 within autocast to torch.bfloat16 on rank 1"
+        elif not is_odd:
+            x = x.double()
+        text = rf"unlike dtypes: {text}\. .*\[rank \d, mlp\]"
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=is_odd and way == "autocast")
+        with autocast, pytest.raises(ShapeError, match=text):
+            layer(x)
+
+    run_threads(3, check)
+
+
 @on_ranks(2, 3)
 def test_bad_input_raises_alike_on_all_ranks() -> None:
     layer = shard_experts(ours(judge("mixtral", 4)), ep_mesh())

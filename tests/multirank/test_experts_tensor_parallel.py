@@ -68,21 +68,25 @@ def test_hidden_dims_are_cut(name: str, shape: tuple[int, int, int], cuts_tokens
         run_threads(4, check_layer, name, shape, cuts_tokens, tp_first, is_sharded)
 
 
-def check_model(models: list[nn.Module], wholes: list[nn.Module]) -> None:
+def check_model(models: list[nn.Module], wholes: list[nn.Module], num_copies: int) -> None:
     rank = disttrain.get_rank()
     model, whole = models[rank], wholes[rank]
-    mesh = disttrain.init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "ep", "tp"))
+    names = ("replicate", "dp", "ep", "tp")
+    mesh = disttrain.init_device_mesh("cpu", (num_copies, 1, 2, 2), mesh_dim_names=names)
     use_experts(model, report=lambda _: None)
     tp.parallelize_module(model, mesh["tp"], tp.plan_for(model))
     shard_experts(model, mesh["ep"])
     data = mesh["dp", "ep"]._flatten("fsdp")
+    part = mesh["replicate"].get_local_rank() * 2 + data.get_local_rank()
+    if num_copies > 1:
+        data = mesh["replicate", "fsdp"]
     for block in model.model.layers:
         fully_shard(block, mesh=data)
     fully_shard(model, mesh=data)
     mine, theirs = (torch.optim.AdamW(each.parameters(), lr=0.02) for each in (model, whole))
     for step in range(2):
         batch = sentences(step)
-        loss_of(model, batch.chunk(2)[data.get_local_rank()]).backward()
+        loss_of(model, batch.chunk(2 * num_copies)[part]).backward()
         loss_of(whole, batch).backward()
         for at, parameter in model.named_parameters():
             # Routers of transformers compute in fp32, which other orders of sums round otherwise.
@@ -96,10 +100,11 @@ def check_model(models: list[nn.Module], wholes: list[nn.Module]) -> None:
         torch.testing.assert_close(full(parameter.data), whole.get_parameter(at).data, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "deepseek_v3"])
-def test_a_plan_cuts_a_models_experts(name: str) -> None:
-    whole = expert_model(name, 3)
-    run_threads(4, check_model, *([copy.deepcopy(whole) for _ in range(4)] for _ in range(2)))
+@pytest.mark.parametrize(("name", "num_copies"), [("mixtral", 1), ("deepseek_v3", 1), ("qwen3_moe", 2)])
+def test_a_plan_cuts_a_models_experts(name: str, num_copies: int) -> None:
+    whole, num_ranks = expert_model(name, 3), 4 * num_copies
+    models = ([copy.deepcopy(whole) for _ in range(num_ranks)] for _ in range(2))
+    run_threads(num_ranks, check_model, *models, num_copies)
 
 
 class Router(nn.Module):

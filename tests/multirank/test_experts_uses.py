@@ -12,14 +12,19 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import disttrain
 from disttrain.dtensor import DTensor
+from disttrain.errors import ShardingError
 from disttrain.experts import GradScaler, shard_experts, use_experts
 from disttrain.fsdp2 import fully_shard
 from disttrain.mesh import DeviceMesh
 from disttrain.testing import run_threads
+from disttrain.testing.pytest_plugin import on_ranks
 from tests.cases.expert_blocks import BLOCKS, D
+from tests.cases.expert_layers import HIDDEN
+from tests.cases.expert_mixtures import ep_mesh, mixture
 from tests.cases.expert_transformers import expert_model, loss_of, sentences
 
 NUM_RANKS = 3
@@ -164,3 +169,44 @@ def check_added(model: nn.Module, whole: nn.Module) -> None:
 
 def test_what_hooks_add_to_experts() -> None:
     run(check_added, listed())
+
+
+def check_changed(model: nn.Module, whole: nn.Module) -> None:
+    divided(model)
+    for module in (model, whole):
+        module.model.layers[0].mlp.experts.act_fn = nn.Tanh()
+    with pytest.raises(ShardingError, match=r"attributes of Qwen3MoeExperts are others .*\[rank \d"):
+        model(sentences(0))
+
+
+def test_an_activation_that_is_replaced_after_experts_were_divided() -> None:
+    run(check_changed, expert_model("qwen3_moe", 4))
+
+
+class Dropping(nn.Module):
+    """Experts between layers of dropout, by which each rank draws its own."""
+
+    def __init__(self, is_reentrant: bool | None) -> None:
+        super().__init__()
+        self.mixture, self.dropout, self.is_reentrant = mixture(), nn.Dropout(0.4), is_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def block(x: torch.Tensor) -> torch.Tensor:
+            return x + self.dropout(self.mixture(self.dropout(x)))
+
+        return block(x) if self.is_reentrant is None else checkpoint(block, x, use_reentrant=self.is_reentrant)
+
+
+@on_ranks(2)
+def test_dropout_around_experts_is_drawn_again_in_a_checkpoint() -> None:
+    found = []
+    for is_reentrant in (None, False, True):
+        model = Dropping(is_reentrant)
+        shard_experts(model, ep_mesh())
+        torch.manual_seed(7 + disttrain.get_rank())
+        x = torch.randn(9, HIDDEN, dtype=torch.float64, requires_grad=True)
+        out = model(model(x))
+        out.square().sum().backward()
+        found.append([out.detach(), x.grad, *(full(parameter.grad) for parameter in model.parameters())])
+    for each in found[1:]:
+        torch.testing.assert_close(each, found[0])

@@ -117,6 +117,23 @@ def test_second_derivatives_are_one_error() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # by which torch makes jvp ready
+def test_a_tensor_that_has_outlived_its_transform() -> None:
+    torch.manual_seed(0)
+    layer = Experts(4, 8, 6)
+    weights, indices = torch.randn(5, 4).softmax(-1).topk(2)
+    leaf = torch.randn(5, 8, requires_grad=True)
+    kept = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x + leaf - x)
+        return kept[-1].sum()
+
+    torch.func.grad(function)(torch.zeros(5, 8))
+    grads = [torch.autograd.grad(layer(x, indices, weights).sum(), leaf)[0] for x in (kept[-1], leaf)]
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # by which torch makes jvp ready
 @pytest.mark.parametrize("is_of_ours", [True, False])
 def test_transforms_of_functions(is_of_ours: bool) -> None:
     moe = layer(aux_loss_coeff=0.1, z_loss_coeff=0.1)

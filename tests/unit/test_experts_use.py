@@ -181,6 +181,18 @@ def test_sparse_weights_are_still_multiplied_together(monkeypatch: pytest.Monkey
     assert torch.equal(model(x)[0], expected)
 
 
+def _with_dropout() -> nn.Module:
+    model = LoopOverHits()
+    model.experts = nn.ModuleList(DroppingMlp(0.1) for _ in model.experts)
+    return model
+
+
+def _without_products() -> nn.Module:
+    experts = made("Mixtral").model.layers[0].mlp.experts
+    experts.gate_up_proj = nn.Parameter(torch.randn(7, 24, 16))  # of experts that only hand tokens on, too
+    return experts
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [
@@ -188,6 +200,18 @@ def test_sparse_weights_are_still_multiplied_together(monkeypatch: pytest.Monkey
         (SharedByFactors, "what it computes on a small copy is none of the computations that are known"),
         (lambda: SharedByFactors(2), "what it computes on a small copy is none of the computations that are known"),
         (_quantized, "it has parameters of torch.int8"),
+        (_with_dropout, "it has dropout of 0.1, which no product of all experts computes"),
+        (
+            _without_products,
+            (
+                "its parameters have no form that is known: gate_up_proj of (7, 24, 16) and down_proj of (5, 16, 12)"
+                " are no experts' two products"
+            ),
+        ),
+        (
+            lambda: torch.nn.ModuleDict({"experts": torch.nn.ModuleDict({"expert_0": GatedMlp()})}),
+            "its experts lie in a ModuleDict, and those in ModuleLists are known",
+        ),
         (_with_scales, "it has w1_scale besides its experts' weights"),
         (_wrapped, "its forward was replaced on the module itself, as some libraries do"),
         (_of_ones_own, "its experts_implementation is 'mine', which is none of transformers' own"),
@@ -277,6 +301,29 @@ def test_an_activation_that_is_replaced_later() -> None:
         expert.act_fn = nn.Tanh()
     tokens = torch.randn(2, 7, D).double()
     torch.testing.assert_close(model(tokens * 1), same(tokens * 1))
+
+
+class DroppingMlp(GatedMlp):
+    def __init__(self, rate: float = 0.0) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(rate)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dropout(super().forward(x))
+
+
+def test_dropout_that_is_set_later() -> None:
+    model = LoopOverHits().double()
+    model.experts = nn.ModuleList(DroppingMlp() for _ in model.experts).double()
+    other = copy.deepcopy(model)
+    assert quietly(other).taken
+    x = torch.randn(2, 7, D).double()
+    assert_same(model, other, x)
+    for each in (model, other):
+        each.zero_grad()
+        for expert in each.experts:
+            expert.dropout.p = 1.0
+    assert_same(model, other, x)
 
 
 def test_weights_that_lie_side_by_side_are_not_copied() -> None:

@@ -1,31 +1,26 @@
 """Rows by all-to-alls of the sizes that the routing asks for: what is sent is what is there.
 
 The sizes go first, in one small all-to-all, and the host reads them: the only word that it needs of the device. With
-them goes each rank's own finding about its weights, so that all ranks raise the same error for one that has a nan.
+them goes each rank's own finding about its weights, so that all ranks raise the same error for one that has a nan, and
+the dtype of its tokens.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Final
 
 import torch
 
 from disttrain.errors import CompileError, ShapeError
 from disttrain.experts.exchange.arrangement import arrange
 from disttrain.experts.exchange.base import NAME, Exchange
+from disttrain.experts.exchange.dtypes import NUM_CODES, check_alike, code_of
 from disttrain.experts.exchange.expert_cut import ExpertCut
-from disttrain.experts.exchange.sizes import packed
+from disttrain.experts.exchange.sizes import TAG, packed
 from disttrain.kernels.grouped.rows import ExpertOrder
 from disttrain.process_group import ProcessGroup, Work
 from disttrain.process_group.door import issue
 
 _Splits = tuple[list[int], list[int], int, int]
 """Rows to each rank and from each, and the sums of both."""
-
-
-_ASKED: Final = 1 << 40
-"""What a rank's total is more for each step of `Asked`: more than rows there may be, and still whole in fp64."""
 
 
 class AllToAll(Exchange):
@@ -40,7 +35,13 @@ class AllToAll(Exchange):
         self._one_each = [1] * group.group_size
 
     def route(
-        self, order: ExpertOrder, num_experts: int, weights: torch.Tensor | None, most_rows: int, asked: int = 0
+        self,
+        x: torch.Tensor,
+        order: ExpertOrder,
+        num_experts: int,
+        weights: torch.Tensor | None,
+        most_rows: int,
+        asked: int = 0,
     ) -> SizedRoute:
         """Begin to exchange the sizes; see `Exchange`."""
         if order.ends.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -51,12 +52,12 @@ class AllToAll(Exchange):
                 rank=self.group.world.rank,
             )
         cut = ExpertCut.of(num_experts, self.group.group_size)
-        sizes = packed(order.ends, cut, weights)
-        if asked:
-            sizes[0, :, cut.chunk] += asked * _ASKED
+        sizes = packed(order.ends, cut, weights, asked * NUM_CODES + code_of(x))
         own, others = sizes.unbind()
         # On the device alone: the host does not wait for it before it reads.
-        self._exchange(others, own, self._one_each, self._one_each, None, async_op=False)
+        run = self.group.backend_of("all_to_all_single", own).all_to_all_single
+        arguments = (others, own, self._one_each, self._one_each, False)
+        issue(self.group, "all_to_all_single", run, arguments, (own,), (others,), async_op=False)
         return SizedRoute(self, order, cut, sizes)
 
     def send(
@@ -67,21 +68,10 @@ class AllToAll(Exchange):
         like = self._without_rows.get(kind)
         if like is None:
             like = self._without_rows[kind] = (rows.new_empty((0, rows.shape[1])),)
-        return self._exchange(output, rows, received, sent, like, async_op)
-
-    def _exchange(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        received: list[int],
-        sent: list[int],
-        recorded: Sequence[torch.Tensor] | None,
-        async_op: bool,
-    ) -> Work | None:
-        """An all_to_all_single of sizes that are known to fit, which need no checks."""
-        run = self.group.backend_of("all_to_all_single", input).all_to_all_single
-        arguments = (output, input, received, sent, async_op)
-        return issue(self.group, "all_to_all_single", run, arguments, (input,), (output,), async_op, recorded=recorded)
+        # Of sizes that are known to fit: they need no checks.
+        run = self.group.backend_of("all_to_all_single", rows).all_to_all_single
+        arguments = (output, rows, received, sent, async_op)
+        return issue(self.group, "all_to_all_single", run, arguments, (rows,), (output,), async_op, recorded=like)
 
     def host_buffer(self, like: torch.Tensor) -> torch.Tensor:
         """Pinned memory, of which a few are enough: each is read before the next layer asks."""
@@ -153,16 +143,18 @@ class SizedRoute:
         else:
             tails = sizes[:, :, chunk:].tolist()
         # What is not finite, less itself, is nan.
-        bad = [rank for rank, (_, finding) in enumerate(tails[1]) if finding - finding]
-        if bad:
-            self._refuse(bad)
-        sent, received = ([int(total) for total, _ in side] for side in tails)
-        num_received = sum(received)
-        if num_received >= _ASKED:
-            self._asked = min(total // _ASKED for total in received)
-            sent, received = ([total % _ASKED for total in side] for side in (sent, received))
-            num_received = sum(received)
-        self._splits = splits = sent, received, sum(sent), num_received
+        sent, received, tags = [], [], []
+        for (sent_total, _), (total, finding) in zip(*tails, strict=True):
+            if finding - finding:
+                self._refuse([rank for rank, (_, finding) in enumerate(tails[1]) if finding - finding])
+            sent.append(int(sent_total) % TAG)
+            tag, number = divmod(int(total), TAG)
+            received.append(number)
+            tags.append(tag)
+        if min(tags) != max(tags):
+            check_alike([tag % NUM_CODES for tag in tags], self._group)
+        self._asked = min(tags) // NUM_CODES
+        self._splits = splits = sent, received, sum(sent), sum(received)
         # Not the pad of a rank that has fewer experts than others.
         counts = sizes[1, :, : self._cut.num_experts_of(self._group.group_rank)]
         self._arrival = arrange(counts, splits[3])

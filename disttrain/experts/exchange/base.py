@@ -31,11 +31,18 @@ class Exchange(ABC):
 
     @abstractmethod
     def route(
-        self, order: ExpertOrder, num_experts: int, weights: torch.Tensor | None, most_rows: int, asked: int = 0
+        self,
+        x: torch.Tensor,
+        order: ExpertOrder,
+        num_experts: int,
+        weights: torch.Tensor | None,
+        most_rows: int,
+        asked: int = 0,
     ) -> Route:
         """Begin a route for one call of a layer. Collective, as all that is done with it.
 
-        Args: order      of this rank's assignments, by all ranks' experts.
+        Args: x          the tokens: all ranks raise where their dtypes differ.
+              order      of this rank's assignments, by all ranks' experts.
               weights    the assignments' weights: all ranks raise where one's are not finite, if the host looks.
               most_rows  that this rank may send to one rank, whatever its tokens choose.
               asked      what its backward asks for, `Asked`, which the route lets ranks agree on if the host looks.

@@ -72,7 +72,7 @@ class Sending:
             self.order, self.num_dropped = ordered(indices, num_experts, capacity)
             if exchange is not None:
                 most = most_rows(indices, num_experts, exchange, capacity)
-                route = exchange.route(self.order, num_experts, weights, most, asked)
+                route = exchange.route(x, self.order, num_experts, weights, most, asked)
                 if asked:
                     asked = route.agreed(asked)
                     x, weights = taking_part(x, weights, asked)

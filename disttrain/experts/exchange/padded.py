@@ -11,10 +11,11 @@ import torch
 from disttrain.errors import ShapeError
 from disttrain.experts.exchange.arrangement import arrange
 from disttrain.experts.exchange.base import NAME, Exchange
+from disttrain.experts.exchange.dtypes import check_alike, code_of
 from disttrain.experts.exchange.expert_cut import ExpertCut
 from disttrain.experts.exchange.sizes import counts_of
 from disttrain.kernels.grouped.rows import ExpertOrder
-from disttrain.process_group import ProcessGroup, ReduceOp, Work, all_reduce, all_to_all_single
+from disttrain.process_group import ProcessGroup, Work, all_gather_into_tensor, all_to_all_single
 from disttrain.process_group.watching.refusals import ANY
 
 
@@ -35,15 +36,19 @@ class FixedRoom(Exchange):
         assert self.most_rows is not None
         return self.most_rows
 
-    def room(self, most_rows: int, device: torch.device) -> int:
+    def room(self, most_rows: int, x: torch.Tensor) -> int:
         """The rows that one rank may send to another, where this rank may have so many. Collective.
 
-        Raises: ShapeError where they are more than there is room for; the other ranks are told.
+        Raises: ShapeError where they are more than there is room for; the other ranks are told. The first time on all
+                ranks where dtypes of tokens differ; later no host looks.
         """
         if self.most_rows is None:
-            most = torch.tensor([most_rows], device=device)
-            all_reduce(most, ReduceOp.MAX, group=self.group)
-            self.most_rows = max(1, int(most))
+            own = torch.tensor([most_rows, code_of(x)], device=x.device)
+            of_all = own.new_empty((self.group.group_size, 2))
+            all_gather_into_tensor(of_all, own, group=self.group)
+            sizes, codes = of_all.T.tolist()
+            check_alike(codes, self.group)
+            self.most_rows = max(1, *sizes)
         if most_rows > self.most_rows:
             error = ShapeError(
                 NAME,
@@ -60,10 +65,16 @@ class Padded(FixedRoom):
     """Sends as much as there may be."""
 
     def route(
-        self, order: ExpertOrder, num_experts: int, weights: torch.Tensor | None, most_rows: int, asked: int = 0
+        self,
+        x: torch.Tensor,
+        order: ExpertOrder,
+        num_experts: int,
+        weights: torch.Tensor | None,
+        most_rows: int,
+        asked: int = 0,
     ) -> PaddedRoute:
         """Exchange the sizes; see `Exchange`."""
-        room = self.room(most_rows, order.order.device)
+        room = self.room(most_rows, x)
         return PaddedRoute(self.group, order, ExpertCut.of(num_experts, self.group.group_size), room)
 
 

@@ -59,10 +59,16 @@ class Peers(FixedRoom):
         self._addresses: list[torch.Tensor] = []
 
     def route(
-        self, order: ExpertOrder, num_experts: int, weights: torch.Tensor | None, most_rows: int, asked: int = 0
+        self,
+        x: torch.Tensor,
+        order: ExpertOrder,
+        num_experts: int,
+        weights: torch.Tensor | None,
+        most_rows: int,
+        asked: int = 0,
     ) -> PeerRoute:
         """Exchange the sizes; see `Exchange`."""
-        room = self.room(most_rows, order.order.device)
+        room = self.room(most_rows, x)
         return PeerRoute(self, order, ExpertCut.of(num_experts, self.group.group_size), room)
 
     def share(self, counts: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -22,20 +22,25 @@ def counts_of(ends: torch.Tensor, cut: ExpertCut) -> torch.Tensor:
     return counts.view(cut.num_ranks, cut.chunk)
 
 
-def packed(ends: torch.Tensor, cut: ExpertCut, weights: torch.Tensor | None) -> torch.Tensor:
+TAG: Final = 1 << 40
+"""What a total is more for each step of a tag: more than rows there may be, and still whole in fp64."""
+
+
+def packed(ends: torch.Tensor, cut: ExpertCut, weights: torch.Tensor | None, tag: int = 0) -> torch.Tensor:
     """(2, ranks, chunk + 2): in the first half the rows for each rank's experts, their total, and the weights' sum.
 
     In double precision, which holds counts exactly, and shows what is not finite. The second half is for what comes.
+    `tag`: a number below 2 ** 12 that goes with the totals, times TAG.
     """
     chunk = cut.chunk
     finding = None
     if weights is not None:
         finding = weights.detach().sum(dtype=torch.float64)
     if launches(ends):
-        return triton_kernels().pack(ends, finding, cut.num_ranks, chunk)  # type: ignore[no-any-return]
+        return triton_kernels().pack(ends, finding, cut.num_ranks, chunk, tag)  # type: ignore[no-any-return]
     sizes = torch.zeros((2, cut.num_ranks, chunk + 2), dtype=torch.float64, device=ends.device)
     sizes[0, :, :chunk] = counts = counts_of(ends, cut)
-    sizes[0, :, chunk] = counts.sum(1)
+    sizes[0, :, chunk] = counts.sum(1) + tag * TAG
     if finding is not None:
         sizes[0, :, chunk + 1] = finding
     return sizes

@@ -57,7 +57,7 @@ def arrange(counts: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Te
 
 
 @triton.jit
-def _pack(ends, finding, sizes, num_experts, chunk, HAS_FINDING: tl.constexpr, CHUNK: tl.constexpr):
+def _pack(ends, finding, sizes, num_experts, chunk, tag, HAS_FINDING: tl.constexpr, CHUNK: tl.constexpr):
     rank = tl.program_id(0)
     places = tl.arange(0, CHUNK)
     expert = rank * chunk + places
@@ -67,12 +67,13 @@ def _pack(ends, finding, sizes, num_experts, chunk, HAS_FINDING: tl.constexpr, C
     line = sizes + rank * (chunk + 2)
     count = end - begin
     tl.store(line + places, count.to(tl.float64), mask=places < chunk)
-    tl.store(line + chunk, tl.sum(count, 0).to(tl.float64))
+    # The unit of `TAG` in `sizes.py`: whole in any floating point.
+    tl.store(line + chunk, tl.sum(count, 0).to(tl.float64) + tag * 1099511627776.0)
     total = tl.load(finding).to(tl.float64) if HAS_FINDING else 0.0
     tl.store(line + chunk + 1, total)
 
 
-def pack(ends: torch.Tensor, finding: torch.Tensor | None, num_ranks: int, chunk: int) -> torch.Tensor:
+def pack(ends: torch.Tensor, finding: torch.Tensor | None, num_ranks: int, chunk: int, tag: int = 0) -> torch.Tensor:
     """Sizes as in `sizes.py`; what comes is not there yet."""
     sizes = torch.empty((2, num_ranks, chunk + 2), dtype=torch.float64, device=ends.device)
     has_finding = finding is not None
@@ -83,6 +84,7 @@ def pack(ends: torch.Tensor, finding: torch.Tensor | None, num_ranks: int, chunk
             sizes,
             ends.shape[0],
             chunk,
+            tag,
             has_finding,
             triton.next_power_of_2(chunk),
         )

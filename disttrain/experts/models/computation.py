@@ -144,18 +144,23 @@ FUNCTIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = {
 
 @dataclass(frozen=True)
 class Assumed:
-    """Attributes of a module by which its computation was found: plain values, and the classes of its children."""
+    """Attributes of a module by which its computation was found: plain values, the classes of its children, and the
+    plain values of those children that compute without parameters, such as activations and dropout."""
 
     names: tuple[str, ...]
-    children: tuple[str, ...]
+    children: tuple[tuple[str, tuple[str, ...]], ...]
     values: tuple[Any, ...]
 
     @classmethod
     def of(cls, module: nn.Module) -> Assumed:
         """As the module has them now."""
-        names = tuple(name for name, value in vars(module).items() if isinstance(value, float | str))
-        # Linear layers are looked at where they are multiplied by.
-        children = tuple(name for name, child in module.named_children() if not isinstance(child, nn.Linear))
+        # Linear layers and the experts of lists are looked at where they are computed.
+        children = tuple(
+            (name, () if any(True for _ in child.parameters()) else _plain_names(child))
+            for name, child in module.named_children()
+            if not isinstance(child, nn.Linear) and not isinstance(module, nn.ModuleList)
+        )
+        names = _plain_names(module)
         return cls(names, children, _values(module, names, children))
 
     def holds(self, module: nn.Module) -> bool:
@@ -163,10 +168,19 @@ class Assumed:
         return _values(module, self.names, self.children) == self.values
 
 
-def _values(module: nn.Module, names: Sequence[str], children: Sequence[str]) -> tuple[Any, ...]:
-    # By name: modules get other classes of the same names when they are wrapped.
-    classes = (type(getattr(module, name, None)).__name__ for name in children)
-    return (*(getattr(module, name, None) for name in names), *classes)
+def _plain_names(module: nn.Module) -> tuple[str, ...]:
+    return tuple(name for name, value in vars(module).items() if isinstance(value, float | str))
+
+
+def _values(
+    module: nn.Module, names: Sequence[str], children: Sequence[tuple[str, tuple[str, ...]]]
+) -> tuple[Any, ...]:
+    values = [getattr(module, name, None) for name in names]
+    for name, of_child in children:
+        child = getattr(module, name, None)
+        # By name: modules get other classes of the same names when they are wrapped.
+        values += [type(child).__name__, *(getattr(child, each, None) for each in of_child)]
+    return tuple(values)
 
 
 def named(module: Any, path: str) -> Any:

@@ -17,8 +17,10 @@ from disttrain.experts.models.lists import ListedExperts, ListedWeights, listed_
 from disttrain.experts.models.replicas import Replica
 from disttrain.experts.models.stacked import StackedWeights, others, stacked_weights
 from disttrain.experts.models.trials import TOKENS, UNLIKE, agreed, call_of, computations, inputs_of
+from disttrain.experts.models.unusual import dropout_in
 
 _DTYPES: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_UNLIKE_ALONE: Final = "one expert alone computes nothing that is known"
 _IMPLEMENTATIONS: Final = ("eager", "batched_mm", "grouped_mm", "deepgemm", "sonicmoe", None)
 """Transformers' own ways to compute the same."""
 
@@ -47,7 +49,10 @@ def found(module: nn.Module, findings: dict[Hashable, Finding]) -> Finding | Non
     key = _likeness(module)
     if key not in findings:
         why = _obstacle(module)
-        findings[key] = Finding(None, why) if why else find(module)
+        finding = Finding(None, why) if why else find(module)
+        if finding.why in (UNLIKE, _UNLIKE_ALONE):
+            finding = Finding(None, dropout_in(module) or finding.why)
+        findings[key] = finding
     return findings[key]
 
 
@@ -146,7 +151,7 @@ def _of_block(module: nn.Module, name: str) -> Finding:
         return _of_forward(module, name, experts, None)
     ways = list(_list_classes(experts))
     if not ways:
-        return Finding(None, "one expert alone computes nothing that is known")
+        return Finding(None, _UNLIKE_ALONE)
     return _of_forward(module, name, experts, ways[0])
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from disttrain._python.made_classes import made_by
 from disttrain.dtensor import Placement, Replicate, Shard, StridedShard
-from disttrain.errors import ShapeError
+from disttrain.errors import ShapeError, ShardingError
 from disttrain.experts.crossing import GatedExperts
 from disttrain.experts.expert_layer import ExpertLayer
 from disttrain.experts.hidden_cut import hidden_placements
@@ -168,8 +168,15 @@ def _class_of(
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not assumed.holds(self):
             layer = getattr(self, experts) if experts else self
-            if getattr(layer, "exchange", None) is None:
+            if getattr(layer, "exchange", None) is None and getattr(layer, "hidden_cut", None) is None:
                 return as_ever(self, *args, **kwargs)
+            raise ShardingError(
+                "experts",
+                f"attributes of {base.__name__} are others than when use_experts found what it computes, and its"
+                " experts are divided.",
+                "Change activations, limits and dropout before use_experts.",
+                rank=layer.exchange.group.world.rank if getattr(layer, "exchange", None) else None,
+            )
         return function(self, *args, *(kwargs[name] for name in names[len(args) :] if name in kwargs))
 
     # To Dynamo, which counts graphs by code, other classes' are none of this one's.

@@ -85,6 +85,16 @@ def stacked_weights(module: nn.Module) -> list[StackedWeights]:
     return []
 
 
+def named_weights(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The module's parameters that are called as stacked weights are, whatever their shapes."""
+    for into, down in _NAMES:
+        tensors = {name: _parameter(module, name) for name in (*into, down)}
+        found = [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
+        if len(found) == len(tensors):
+            return found
+    return []
+
+
 def _of_shapes(
     module: nn.Module, into: tuple[str, ...], down: str, shapes: list[tuple[int, ...]]
 ) -> Iterator[StackedWeights]:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
 from disttrain.console import write
 from disttrain.experts.expert_layer import ExpertLayer
 from disttrain.experts.models.finding import Finding, found, looks_like_experts
-
-_UNKNOWN: Final = "its parameters have no form that is known"
+from disttrain.experts.models.unusual import what_is_unusual
 
 
 class Taken(NamedTuple):
@@ -64,6 +63,7 @@ def use_experts(model: nn.Module, report: Callable[[str], None] = write) -> Adop
     left: list[Left] = []
     findings: dict[Hashable, Finding] = {}
     covered: set[nn.Module] = set()
+    unknown: set[str] = set()
     # What lies inside comes first: blocks call their experts.
     for name, module in reversed(list(model.named_modules())):
         if isinstance(module, ExpertLayer) or module in covered:
@@ -71,7 +71,8 @@ def use_experts(model: nn.Module, report: Callable[[str], None] = write) -> Adop
         finding = found(module, findings)
         if finding is None:
             if looks_like_experts(module, name):
-                left.append(Left(name, _UNKNOWN))
+                left.append(Left(name, what_is_unusual(module)))
+                unknown.add(name)
             continue
         covered |= {*module.modules()} if finding.kind is None else set()
         if finding.kind is None:
@@ -80,9 +81,15 @@ def use_experts(model: nn.Module, report: Callable[[str], None] = write) -> Adop
         finding.apply(module)
         taken.append(Taken(name, type(module).__name__))
     left = [each for each in left if not any(_is_within(each.name, other.name) for other in taken)]
-    named_left = [each.name for each in left if each.why != _UNKNOWN]
+    named_left = [each.name for each in left if each.name not in unknown]
     left = [
-        each for each in left if each.why != _UNKNOWN or not any(_is_within(each.name, name) for name in named_left)
+        each
+        for each in left
+        if each.name not in unknown
+        or not (
+            any(_is_within(each.name, name) for name in named_left)
+            or any(each.name.startswith(f"{name}.") for name in unknown)
+        )
     ]
     counts = Counter(each.what for each in taken)
     lines = ", ".join(f"{count} x {what}" for what, count in sorted(counts.items())) or "nothing"

@@ -6,6 +6,8 @@ alone, while torch's float8 products sum multiples of 16.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import torch
@@ -19,19 +21,22 @@ from disttrain.kernels.grouped.table import Kernels
 RECIPES: Final = ("", "tensorwise", "rowwise")
 _DTYPE: Final = torch.float8_e4m3fn
 
-outer = choice.outer
+
+def product_by(recipe: str) -> Callable[..., torch.Tensor]:
+    """`choice.product`, or the same in float8 where there is a `recipe`."""
+    return partial(_product, recipe) if recipe else choice.product
 
 
-def product(
+def _product(
+    recipe: str,
     x: torch.Tensor,
     weight: torch.Tensor,
     ends: torch.Tensor,
     is_transposed: bool,
-    recipe: str,
     kernels: Kernels | None = None,
 ) -> torch.Tensor:
-    """As `choice.product`, in float8 where there is a `recipe` and sizes are multiples of 16."""
-    if not recipe or x.shape[1] % LINE or weight.shape[1] % LINE or weight.shape[2] % LINE or not x.numel():
+    """As `choice.product`, in float8 where sizes are multiples of 16."""
+    if x.shape[1] % LINE or weight.shape[1] % LINE or weight.shape[2] % LINE or not x.numel():
         return choice.product(x, weight, ends, is_transposed, kernels)
     matrices = weight.transpose(1, 2).contiguous() if is_transposed else weight
     count, out_size, _ = matrices.shape

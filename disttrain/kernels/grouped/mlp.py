@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from disttrain.kernels.grouped.choice import kernels_of
-from disttrain.kernels.grouped.float8 import outer, product
+from disttrain.kernels.grouped.choice import kernels_of, outer
+from disttrain.kernels.grouped.float8 import product_by
 from disttrain.kernels.grouped.form import GatedForm
 from disttrain.kernels.grouped.table import Kernels
 
@@ -34,10 +34,6 @@ class Tokens(NamedTuple):
     slots: torch.Tensor
     ends: torch.Tensor
     weights: torch.Tensor
-
-    @property
-    def k(self) -> int:
-        return self.weights.shape[1]
 
 
 class Grads(NamedTuple):
@@ -70,19 +66,20 @@ def forward(
           is_cleared  rows past the last end become zeros; else nobody may read them.
           kernels  those of x, where they are known.
     """
-    kernels, weighted = kernels or kernels_of(x), _weighted(tokens)
-    rows = x if tokens is None else kernels.take(x, tokens.order, ends, tokens.k, None)
-    gate = product(rows, experts.gate, ends, form.is_transposed, recipe, kernels)
-    up = None if experts.up is None else product(rows, experts.up, ends, form.is_transposed, recipe, kernels)
+    kernels, product = kernels or kernels_of(x), product_by(recipe)
+    order, slots, weights, k = _unpacked(tokens)
+    rows = x if order is None else kernels.take(x, order, ends, k, None)
+    gate = product(rows, experts.gate, ends, form.is_transposed, kernels)
+    up = None if experts.up is None else product(rows, experts.up, ends, form.is_transposed, kernels)
     if experts.gate_bias is not None:
         kernels.add_bias(gate, experts.gate_bias, ends, None, None)
-    hidden = kernels.gated(*_halves(gate, up, form), ends, form, *weighted)
-    result = product(hidden, experts.down, ends, form.is_transposed, recipe, kernels)
+    hidden = kernels.gated(*_halves(gate, up, form), ends, form, order, weights)
+    result = product(hidden, experts.down, ends, form.is_transposed, kernels)
     if experts.down_bias is not None:
-        kernels.add_bias(result, experts.down_bias, ends, *weighted)
-    if tokens is None:
+        kernels.add_bias(result, experts.down_bias, ends, order, weights)
+    if slots is None:
         return kernels.clear_past(result, ends) if is_cleared else result, gate, up
-    return kernels.combine(result, tokens.slots, ends, tokens.k, None), gate, up
+    return kernels.combine(result, slots, ends, k, None), gate, up
 
 
 def backward(
@@ -102,58 +99,53 @@ def backward(
     kernels: Kernels | None = None,
 ) -> Grads:
     """Computes gradients of what `forward` took, which returned `gate` and `up`."""
-    kernels, weighted = kernels or kernels_of(x), _weighted(tokens)
-    if tokens is not None:
-        grad = kernels.take(grad, tokens.order, ends, tokens.k, None)
+    kernels = kernels or kernels_of(x)
+    order, slots, weights, k = _unpacked(tokens)
+    if order is not None:
+        grad = kernels.take(grad, order, ends, k, None)
     of_down_bias = of_weights = None
     if experts.down_bias is not None:
-        of_down_bias, of_weights = kernels.bias_grad(grad, experts.down_bias, ends, *weighted)
-    of_hidden = product(grad, experts.down, ends, not form.is_transposed, recipe, kernels)
+        of_down_bias, of_weights = kernels.bias_grad(grad, experts.down_bias, ends, order, weights)
+    product = product_by(recipe)
+    of_hidden = product(grad, experts.down, ends, not form.is_transposed, kernels)
     of_gate, of_up = torch.empty_like(gate), None if up is None else torch.empty_like(up)
     hidden, of_scales = kernels.gated_backward(
-        of_hidden, *_halves(gate, up, form), ends, form, *weighted, *_halves(of_gate, of_up, form)
+        of_hidden, *_halves(gate, up, form), ends, form, order, weights, *_halves(of_gate, of_up, form)
     )
     if of_scales is not None and of_weights is not None:
         of_scales += of_weights
-    of_first: list[torch.Tensor | None] = [None, None]
-    of_down = of_gate_bias = None
+    of_first = of_second = of_down = of_gate_bias = None
     if wants_experts:
         of_down = _outer(grad, hidden, ends, form, kernels)
         del of_hidden, hidden, grad
-        rows = x if tokens is None else kernels.take(x, tokens.order, ends, tokens.k, None)
-        of_first = [None if half is None else _outer(half, rows, ends, form, kernels) for half in (of_gate, of_up)]
+        rows = x if order is None else kernels.take(x, order, ends, k, None)
+        of_first = _outer(of_gate, rows, ends, form, kernels)
+        of_second = None if of_up is None else _outer(of_up, rows, ends, form, kernels)
         del rows
         if experts.gate_bias is not None:
             of_gate_bias = kernels.bias_grad(of_gate, experts.gate_bias, ends, None, None)[0]
     of_x = None
     if wants_x:
-        of_x = _through_first(of_gate, of_up, ends, tokens, experts, form, recipe, kernels)
-        if tokens is None and is_cleared:
+        # Nothing is written past the last end.
+        of_x = product(of_gate, experts.gate, ends, not form.is_transposed, kernels)
+        if experts.up is not None and of_up is not None:
+            of_x += product(of_up, experts.up, ends, not form.is_transposed, kernels)
+        if slots is not None:
+            of_x = kernels.combine(of_x, slots, ends, k, None)
+        elif is_cleared:
             of_x = kernels.clear_past(of_x, ends)
-    if tokens is not None and of_scales is not None:
-        of_scales = of_scales.view(tokens.weights.shape).to(tokens.weights.dtype)
-    return Grads(of_x, of_scales, of_first[0], of_first[1], of_down, of_gate_bias, of_down_bias)
+    if weights is not None and of_scales is not None:
+        of_scales = of_scales.view(weights.shape).to(weights.dtype)
+    return Grads(of_x, of_scales, of_first, of_second, of_down, of_gate_bias, of_down_bias)
 
 
-def _through_first(
-    of_gate: torch.Tensor,
-    of_up: torch.Tensor | None,
-    ends: torch.Tensor,
+def _unpacked(
     tokens: Tokens | None,
-    experts: ExpertWeights,
-    form: GatedForm,
-    recipe: str,
-    kernels: Kernels,
-) -> torch.Tensor:
-    """The gradient of the input, from those of its products with gate and up; nothing is written past the last end."""
-    of_rows = product(of_gate, experts.gate, ends, not form.is_transposed, recipe, kernels)
-    if experts.up is not None and of_up is not None:
-        of_rows += product(of_up, experts.up, ends, not form.is_transposed, recipe, kernels)
-    return of_rows if tokens is None else kernels.combine(of_rows, tokens.slots, ends, tokens.k, None)
-
-
-def _weighted(tokens: Tokens | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    return (None, None) if tokens is None else (tokens.order, tokens.weights)
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, int]:
+    """Order, slots and weights, and the number of each token's experts."""
+    if tokens is None:
+        return None, None, None, 0
+    return tokens.order, tokens.slots, tokens.weights, tokens.weights.shape[1]
 
 
 def _halves(gate: torch.Tensor, up: torch.Tensor | None, form: GatedForm) -> tuple[torch.Tensor, torch.Tensor]:

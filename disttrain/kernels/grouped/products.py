@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
 
 from disttrain.autocast import is_within_autocast
 from disttrain.errors import ShapeError
-from disttrain.kernels._torch import are_plain
+from disttrain.kernels._torch import applied_plainly, are_plain
 from disttrain.kernels.grouped import mlp
 from disttrain.kernels.grouped.choice import kernels_of, outer, product
 from disttrain.kernels.grouped.float8 import RECIPES
@@ -68,7 +68,7 @@ def expert_mlp(
     """
     weights = _weights("expert_mlp", x, ends, gate_up, down, form, gate_up_bias, down_bias, float8)
     x, *weights = _as_autocast_says(x, *weights)
-    return _compute(x, ends, None, None, None, *weights, *_plain(form), float8)
+    return _compute((x, ends, None, None, None, *weights), form, float8)
 
 
 def mix_experts(
@@ -99,7 +99,7 @@ def mix_experts(
         raise ShapeError("mix_experts", problem, "Give (tokens, D) and (tokens, k) of the sorted tokens.")
     tensors = _weights("mix_experts", x, order.ends, gate_up, down, form, gate_up_bias, down_bias, float8)
     x, *tensors = _as_autocast_says(x, *tensors)
-    return _compute(x, order.ends, order.order, order.slots, weights, *tensors, *_plain(form), float8)
+    return _compute((x, order.ends, order.order, order.slots, weights, *tensors), form, float8)
 
 
 def _weights(
@@ -122,10 +122,11 @@ def _weights(
         raise ShapeError(operation, problem, "Give halves of one shape, without a bias and not interleaved.")
     ins, outs = (1, 2) if form.is_transposed else (2, 1)
     named = {"gate_up": gate, "up": up, "down": down, "gate_up_bias": gate_up_bias, "down_bias": down_bias}
-    _check(operation, x, ends, named, [gate.shape[ins], down.shape[outs]])
-    hidden = gate.shape[outs] if up is not None else gate.shape[outs] / 2
-    if down.shape[ins] != hidden:
-        problem = f"gate_up has {hidden} columns for each half, and down takes {down.shape[ins]}."
+    of_gate, of_down = gate.shape, down.shape
+    _check(operation, x, ends, named, (of_gate[ins], of_down[outs]))
+    hidden = of_gate[outs] if up is not None else of_gate[outs] / 2
+    if of_down[ins] != hidden:
+        problem = f"gate_up has {hidden} columns for each half, and down takes {of_down[ins]}."
         raise ShapeError(operation, problem, "Give weights of one hidden size.")
     return [gate, up, down, gate_up_bias, down_bias]
 
@@ -135,8 +136,10 @@ def _check(
 ) -> None:
     """Raises unless x's rows have one of `sizes`, and all weights are of the experts in `ends`."""
     count = ends.shape[0]
-    matches = all(tensor is None or tensor.shape[0] == count for tensor in named.values())
-    if x.dim() != 2 or any(size != x.shape[1] for size in sizes) or not matches or ends.dtype != torch.int32:
+    matches = x.dim() == 2 and ends.dtype == torch.int32 and sizes.count(x.shape[1]) == len(sizes)
+    for tensor in named.values():
+        matches = matches and (tensor is None or tensor.shape[0] == count)
+    if not matches:
         shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in named.items() if tensor is not None)
         problem = f"x is {tuple(x.shape)}, ends {ends.dtype} of shape {tuple(ends.shape)}; {shapes}."
         raise ShapeError(
@@ -156,11 +159,11 @@ def _plain(form: GatedForm) -> tuple[str, bool, bool, float, float]:
     return form.activation, form.is_interleaved, form.is_transposed, form.limit, form.alpha
 
 
-def _compute(*arguments: Any) -> torch.Tensor:
+def _compute(tensors: tuple[torch.Tensor | None, ...], form: GatedForm, recipe: str) -> torch.Tensor:
     """The result of `MLP`; called in Python where nobody watches operators, which takes the host half as long."""
-    if are_plain(arguments[:10]):
-        return _Mlp.apply(*arguments)  # type: ignore[no-any-return, no-untyped-call]
-    return call(MLP, *arguments)[0]  # type: ignore[no-any-return]
+    if are_plain(tensors):
+        return _apply(*tensors, form, recipe)  # type: ignore[no-any-return]
+    return call(MLP, *tensors, *_plain(form), recipe)[0]  # type: ignore[no-any-return]
 
 
 class _Mlp(torch.autograd.Function):
@@ -168,15 +171,47 @@ class _Mlp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
-        result, gate, up = _mlp(*arguments)
-        ctx.form = arguments[10:]
-        ctx.save_for_backward(*arguments[:10], gate, up)
+        *tensors, form, recipe = arguments
+        x, ends, tokens, experts = _parts(tensors)
+        # Those of the gradient in backward, too.
+        kernels = kernels_of(x)
+        result, gate, up = mlp.forward(x, ends, tokens, experts, form, recipe, kernels=kernels)
+        ctx.others = form, recipe, kernels
+        ctx.save_for_backward(*tensors, gate, up)
         return result
 
     @staticmethod
     @once("expert_mlp")
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return _grads(ctx, grad, _mlp_backward)
+        form, recipe, kernels = ctx.others
+        *tensors, gate, up = ctx.saved_tensors
+        wants = ctx.needs_input_grad
+        wants_experts = True in wants[5:10]
+        arguments = (*_parts(tensors), gate, up, form, recipe, wants[0], wants_experts)
+        grads = mlp.backward(grad.contiguous(), *arguments, kernels=kernels)
+        of_bias = grads.down_bias if wants[9] else None
+        of_weights = grads.weights if wants[4] else None
+        if not wants_experts:
+            return grads.x, None, None, None, of_weights, *[None] * 7
+        of_experts = [grad if asked else None for grad, asked in zip(grads[2:6], wants[5:9], strict=True)]
+        return grads.x, None, None, None, of_weights, *of_experts, of_bias, None, None
+
+
+_apply: Final = applied_plainly(_Mlp)
+
+
+def _parts(tensors: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor, mlp.Tokens | None, mlp.ExpertWeights]:
+    """x, ends, tokens and weights, as `mlp` takes them, each laid out line by line, of `MLP`'s first ten arguments."""
+    x, ends, order, slots, weights, gate, up, down, gate_bias, down_bias = tensors
+    tokens = None if order is None else mlp.Tokens(order, slots, ends, weights.contiguous())
+    experts = mlp.ExpertWeights(
+        gate.contiguous(),
+        None if up is None else up.contiguous(),
+        down.contiguous(),
+        None if gate_bias is None else gate_bias.contiguous(),
+        None if down_bias is None else down_bias.contiguous(),
+    )
+    return x.contiguous(), ends, tokens, experts
 
 
 def _linear(
@@ -215,46 +250,11 @@ def _backward_of_linear(ctx: Any, grad: torch.Tensor) -> Any:
     return x, weight, None, bias if saved[3] is not None else None, None
 
 
-Optional = torch.Tensor | None
-
-
-class _MlpArguments(NamedTuple):
-    """The arguments of `MLP`, in their order."""
-
-    x: torch.Tensor
-    ends: torch.Tensor
-    order: Optional
-    slots: Optional
-    weights: Optional
-    gate: torch.Tensor
-    up: Optional
-    down: torch.Tensor
-    gate_bias: Optional
-    down_bias: Optional
-    activation: str
-    is_interleaved: bool
-    is_transposed: bool
-    limit: float
-    alpha: float
-    recipe: str
-
-    def parts(self) -> tuple[torch.Tensor, torch.Tensor, mlp.Tokens | None, mlp.ExpertWeights]:
-        """x, ends, tokens and weights, as `mlp` takes them, each laid out line by line."""
-        tokens = None
-        if self.order is not None and self.slots is not None and self.weights is not None:
-            tokens = mlp.Tokens(self.order, self.slots, self.ends, self.weights.contiguous())
-        rest = (None if each is None else each.contiguous() for each in self[6:10])
-        return self.x.contiguous(), self.ends, tokens, mlp.ExpertWeights(self.gate.contiguous(), *rest)  # type: ignore[arg-type]
-
-    @property
-    def form(self) -> GatedForm:
-        return GatedForm(*self[10:15])
-
-
 def _mlp(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    call = _MlpArguments(*arguments)
-    result, of_gate, of_up = mlp.forward(*call.parts(), call.form, call.recipe)
-    return result, of_gate, call.x.new_empty(0) if of_up is None else of_up
+    *form, recipe = arguments[10:]
+    x, ends, tokens, experts = _parts(arguments[:10])
+    result, of_gate, of_up = mlp.forward(x, ends, tokens, experts, GatedForm(*form), recipe)
+    return result, of_gate, x.new_empty(0) if of_up is None else of_up
 
 
 def _mlp_shapes(
@@ -268,12 +268,11 @@ def _mlp_shapes(
 
 def _mlp_backward(grad: torch.Tensor, *arguments: Any) -> list[torch.Tensor]:
     """`arguments`: those of `MLP`, with what it kept of gate and up behind the tensors, and what is wanted at last."""
-    tensors, (kept_gate, kept_up), plain, wanted = arguments[:10], arguments[10:12], arguments[12:18], arguments[18:]
-    call = _MlpArguments(*tensors, *plain)
-    kept_up = None if call.up is None else kept_up
-    grads = mlp.backward(grad.contiguous(), *call.parts(), kept_gate, kept_up, call.form, call.recipe, *wanted)
-    results = (grads.x, grads.weights, grads.gate, grads.up, grads.down, grads.gate_bias, grads.down_bias)
-    return [call.x.new_empty(0) if result is None else result for result in results]
+    tensors, (kept_gate, kept_up), wanted = arguments[:10], arguments[10:12], arguments[18:]
+    *form, recipe = arguments[12:18]
+    kept_up = None if tensors[6] is None else kept_up
+    grads = mlp.backward(grad.contiguous(), *_parts(tensors), kept_gate, kept_up, GatedForm(*form), recipe, *wanted)
+    return [grad.new_empty(0) if result is None else result for result in grads]
 
 
 def _mlp_backward_shapes(
@@ -292,13 +291,12 @@ def _keep_mlp(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward_of_mlp(ctx: Any, grad: torch.Tensor | None, *_: Any) -> Any:
-    return (None,) * 16 if grad is None else _grads(ctx, grad, torch.ops.disttrain.expert_mlp_backward)
-
-
-def _grads(ctx: Any, grad: torch.Tensor, run: Callable[..., list[torch.Tensor]]) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of `MLP`'s 16 arguments, by its backward `run`."""
+    """The gradients of `MLP`'s 16 arguments."""
+    if grad is None:
+        return (None,) * 16
     wanted = ctx.needs_input_grad
-    x, weights, *of_experts = run(grad, *ctx.saved_tensors, *ctx.form, wanted[0], any(wanted[5:10]))
+    arguments = (grad, *ctx.saved_tensors, *ctx.form, wanted[0], any(wanted[5:10]))
+    x, weights, *of_experts = torch.ops.disttrain.expert_mlp_backward(*arguments)
     parameters = (result if wants else None for result, wants in zip(of_experts, wanted[5:10], strict=True))
     return x if wanted[0] else None, None, None, None, weights if wanted[4] else None, *parameters, *(None,) * 6
 
