@@ -122,9 +122,9 @@ def _positions(model: nn.Module, given: dict[str, Any], cut: Cut) -> torch.Tenso
     if not first:
         return positions
     own = positions + first
-    if tokens is given.get("input_ids"):
+    if not tokens.is_floating_point():
         # Padding, which is behind all else, has no position.
-        own = torch.where(tokens == first - 1, first - 1, own)
+        own = torch.where(tokens.eq(first - 1), first - 1, own)
     # Decided on the device, which nobody need wait for.
     return own if told is None else torch.where((told == positions).all(), own, told)
 

@@ -92,8 +92,8 @@ def _doctor(argv: Sequence[str]) -> int:
 
 def _start(args: argparse.Namespace, environ: Mapping[str, str], *, has_prefixes: bool = True) -> int:
     args, note = placed(args, environ)
-    for note in filter(None, (note, misplaced(args))):
-        print(f"{OPERATION}: {note}", file=sys.stderr, flush=True)
+    for text in filter(None, (note, misplaced(args))):
+        print(f"{OPERATION}: {text}", file=sys.stderr, flush=True)
     spec = job_spec(args, environ)
     # Only now: the help must not wait for the store's and the event loop's modules.
     from disttrain_launch.launch import run

@@ -6,11 +6,10 @@ import os
 import secrets
 import shutil
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from disttrain_launch.output.events import Record, cause_of
 from disttrain_launch.output.failure.fates import fates
 from disttrain_launch.output.failure.report import ending
 from disttrain_launch.output.publishing import Telling
-from disttrain_launch.output.terminal.screen import Outlet
+from disttrain_launch.output.terminal.screen import SAY_MS, say
 from disttrain_launch.output.view import JobState
 from disttrain_launch.rendezvous.node0 import Leader, Say
 from disttrain_launch.rendezvous.part import take_part
@@ -37,8 +36,6 @@ _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  what we make there is new, and 
 
 _LEAVE_S = 2.0
 """The time that a node which leaves before the end waits for node 0's answer."""
-
-_SAY_MS = 1000
 
 
 def run(spec: JobSpec) -> int:
@@ -89,7 +86,7 @@ def run(spec: JobSpec) -> int:
             finally:
                 signals.interrupts = False  # What follows is the clean-up.
         except SignalStop as stop:
-            _say(f"stopped by {signal_name(stop.number)}.")
+            say(f"stopped by {signal_name(stop.number)}.")
             return 128 + stop.number
 
 
@@ -138,7 +135,7 @@ def _take_part(
     lines = fates(done.outcome, agent.output, agent.stopped_ranks, is_told_elsewhere=leader is None)
     agent.output.say(lines + ending(done.outcome, spec, done.note, is_told_elsewhere=leader is None) + why)
     # Who told us to stop does not wait for a reader.
-    agent.output.flush(_SAY_MS if isinstance(done.outcome, Interrupted) else None)
+    agent.output.flush(SAY_MS if isinstance(done.outcome, Interrupted) else None)
     link.leave()
     return done.outcome.exit_code
 
@@ -207,12 +204,4 @@ def _hold_standard_fds() -> None:
 
 def _sayer(spec: JobSpec) -> Say:
     """The function by which the launcher tells what is no failure."""
-    return (lambda text: None) if spec.logs.is_quiet else _say
-
-
-def _say(text: str) -> None:
-    sys.stderr.flush()
-    with closing(Outlet(2)) as outlet:
-        outlet.put(f"{OPERATION}: {text}\n".encode("utf-8", "replace"))
-        # A terminal that nobody reads must keep nobody, least of all who was told to stop.
-        outlet.flush(_SAY_MS)
+    return (lambda text: None) if spec.logs.is_quiet else say

@@ -160,7 +160,7 @@ def test_tables_may_know_more_positions_than_there_are() -> None:
     assert torch.equal(table, kept)
     assert len(positions) == 40
     with (
-        pytest.raises(ShapeError, match="the buffers have 7, 9 positions.*only tables along dim 0"),
+        pytest.raises(ShapeError, match=r"the buffers have 7, 9 positions.*only tables along dim 0"),
         context_parallel(mesh, buffers=[tokens, torch.zeros(2, 9)], buffer_seq_dims=[1, 1]),
     ):
         pass

@@ -29,7 +29,7 @@ def _diagnosis(folder: str) -> Verdict:
 
 
 def _recorded(folder: str, steps: Callable[[disttrain.ProcessGroup], None]) -> None:
-    """Run `steps` on a connected group of all ranks, from then on with a short timeout, and dump, whether it fails or not."""
+    """Run `steps` on a connected group of all ranks, now with a short timeout, and dump, whether it fails or not."""
     world = disttrain.current_world()
     recorder = FlightRecorder()
     recorder.attach(world)

@@ -202,7 +202,7 @@ def test_a_profile_of_all_ranks(rank_pool: RankPool, tmp_path: Path, world_size:
     # Sleeping takes at least as long as it was asked for, and on busy cores longer.
     assert all(0.005 <= times["data_wait_s"] < times["step_s"] / 2 for times in ranks)
     if world_size > 1:
-        # Rank 0 computes for 150 ms less than the others, and waits for them. The recorder says the same of these steps.
+        # Rank 0 computes for 150 ms less than others, and waits for them. The recorder says the same of these steps.
         assert ranks[0]["communication_s"]["dp"] > ranks[1]["communication_s"]["dp"]
         assert found["exposed_share"] == pytest.approx(found["waiting_share"], abs=0.05)
     events = json.loads(file.read_text())["traceEvents"]

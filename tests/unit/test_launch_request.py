@@ -102,7 +102,7 @@ def test_flags_of_torchrun_that_ask_for_what_is_done_anyhow(script: str) -> None
 def test_flags_behind_the_script_are_its_own_and_are_spoken_of(script: str, argv: str, said: str) -> None:
     args = parse(argv.format(script).split())
     assert misplaced(args).startswith(said.format(script)) if said else not misplaced(args)
-    assert job_spec(args, {}).command[-1] == argv.split()[-1]
+    assert job_spec(args, {}).command[-1] == argv.rsplit(maxsplit=1)[-1]
 
 
 def test_nodes_run_the_same_unless_all_are_told_otherwise(script: str) -> None:

@@ -290,7 +290,9 @@ def misplaced(args: argparse.Namespace) -> str:
     if not flags:
         return ""
     stand, them = ("stands", "it") if len(flags) == 1 else ("stand", "them")
-    return f"{', '.join(flags)} {stand} behind {args.script}, which gets {them}; the launcher's flags go in front of it."
+    return (
+        f"{', '.join(flags)} {stand} behind {args.script}, which gets {them}; the launcher's flags go in front of it."
+    )
 
 
 def _given(parser: Parser, argv: Sequence[str] | None) -> dict[str, Any]:

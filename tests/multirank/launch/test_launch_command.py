@@ -258,3 +258,20 @@ def test_a_rank_without_a_loopback_interface_does_not_dial_on(launches: Launches
     argv = [*without_a_network, sys.executable, "-c", text]
     ended = subprocess.run(argv, env=launches.environ(), check=False, capture_output=True, text=True, timeout=15)
     assert "StoreConnectionError: connect: this machine's loopback interface is down" in ended.stderr
+
+
+def test_output_that_cannot_be_written_is_said_once(launches: Launches) -> None:
+    script = launches.script('print("first", flush=True)\nprint("second", flush=True)')
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "disttrain_launch", "--nproc-per-node", "2", script],
+            cwd=launches.folder,
+            env=launches.environ(),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=240,
+            check=True,
+        )
+    said = "disttrain-launch: standard output is not written any more: No space left on device.\n"
+    assert ended.stderr == said

@@ -6,6 +6,7 @@ that a worker died. What cannot be written now waits in memory, and `is_congeste
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import shutil
@@ -13,14 +14,17 @@ import stat
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 
 from disttrain import settings
 from disttrain_launch.output.terminal.text import cut, harmless, width
+from disttrain_launch.request.job import OPERATION
 
 ATOMIC_BYTES = 4096
 """POSIX's PIPE_BUF on Linux: a write of that size to a pipe that polls writable neither blocks nor is torn."""
 CONGESTED_BYTES = 1 << 18
 _RETRY_S = 0.01
+SAY_MS = 1000
 BAR_INTERVAL_S = 10.0
 """The interval at which a moving progress bar is written where there is no terminal to overwrite it on."""
 _PREFIX_COLUMNS = len("[rank 0] ") + 1
@@ -38,6 +42,7 @@ class Outlet:
     def __init__(self, fd: int) -> None:
         self.fd = _never_blocking(fd)
         self._is_own = self.fd != fd
+        self._name = "standard output" if fd == 1 else ""
         self._waiting = bytearray()
         self._poll = select.poll()
         self._poll.register(self.fd, select.POLLOUT)
@@ -69,9 +74,11 @@ class Outlet:
                     return
                 time.sleep(_RETRY_S)  # Somebody else was faster, or there is not room enough.
                 continue
-            except OSError:
-                # Nobody reads any more. Training goes on; its files are still written.
+            except OSError as error:
+                # Nobody reads any more, or a disk is full. Training goes on; its files are still written.
                 self._is_broken = True
+                if error.errno != errno.EPIPE and self._name:
+                    say(f"{self._name} is not written any more: {error.strerror}.")
                 break
             del self._waiting[:num_written]
         if self._is_broken:
@@ -88,6 +95,15 @@ class Outlet:
         # Up to a line's end, where there is one: others may write to the same pipe.
         end = self._waiting.rfind(b"\n", 0, ATOMIC_BYTES) + 1
         return bytes(self._waiting[: end or ATOMIC_BYTES])
+
+
+def say(text: str) -> None:
+    """Writes one line of the launcher's own to stderr, as far as somebody reads it."""
+    sys.stderr.flush()
+    with closing(Outlet(2)) as outlet:
+        outlet.put(f"{OPERATION}: {text}\n".encode("utf-8", "replace"))
+        # A terminal that nobody reads must keep nobody, least of all who was told to stop.
+        outlet.flush(SAY_MS)
 
 
 def _never_blocking(fd: int) -> int:
