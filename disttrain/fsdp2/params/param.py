@@ -7,6 +7,8 @@ import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
+from operator import attrgetter
 from typing import NoReturn, cast
 
 import torch
@@ -28,6 +30,7 @@ from disttrain.fsdp2.params.flat import FlatSlot
 from disttrain.fsdp2.params.sharding import Sharding
 from disttrain.mesh import DeviceMesh
 
+_EARLIER_GRAD = attrgetter("_earlier_grad")
 _SHARD_OF = "_disttrain_shard_of"
 """Says whose shard a parameter is, by a number."""
 _SHARDED_AS = "_disttrain_sharded_as"
@@ -253,6 +256,11 @@ class ShardedParam:
             grad = local_part(grad.redistribute(placements=spec_of(self.unsharded).placements))
         # The gradient of an embedding may be sparse, with other rows on each rank.
         return grad if grad.layout == torch.strided else grad.to_dense()
+
+
+def have_earlier_grads(params: Sequence[ShardedParam]) -> bool:
+    """True where one of them keeps a sum of unsharded gradients in another dtype than they have."""
+    return not are_same(map(_EARLIER_GRAD, params), repeat(None))
 
 
 class LaidOut:
