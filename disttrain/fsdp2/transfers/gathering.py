@@ -78,7 +78,7 @@ def start_gathering(groups: Sequence[ParamGroup], comm: Comm) -> None:
         raise
     group, streams, num_shards = first.gather_group(), comm.streams, first.sharding.num_shards
     # What has just been made is on the current stream: waiting for the optimizer alone would not do.
-    ready = ready if all(each.sends_shards for each in groups) else None
+    ready = ready if ready is None or all(each.sends_shards for each in groups) else None
     in_place = None
     may_be_in_place = len(groups) == 1 and ready is None and first.is_gathered_in_place and not first.is_kept
     if may_be_in_place and any(first.in_place):
@@ -88,9 +88,9 @@ def start_gathering(groups: Sequence[ParamGroup], comm: Comm) -> None:
     else:
         comm.release_gathered()
         gather = start_gather(shards, dtypes, first.device, num_shards, group, streams, ready)
-    if any(each.is_offloaded for each in groups):
-        comm.uploaded = gather.done
     gathering = Gathering(gather, groups, dtypes, in_place, comm)
     for each in groups:
         each.gathering = gathering
         each.drop_part()
+        if each.is_offloaded:
+            comm.uploaded = gather.done

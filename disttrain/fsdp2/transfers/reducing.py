@@ -32,6 +32,7 @@ class _Part:
         """Takes the unsharded gradients. A trained parameter without one takes part with zeros, so that sizes agree on
         all ranks; it gets none unless all receive."""
         self.group = group
+        self.params: Sequence[ShardedParam]
         num_in_place = sum(group.in_place) if may_be_in_place else 0
         is_in_order = num_in_place in (0, len(group.params))
         if params is group.params and is_in_order and not group.unreduced and (taken := group.take_grads()):
@@ -41,8 +42,7 @@ class _Part:
             self.grads = taken
             return
         trained = [param for param in params if param.is_trained or param in group.unreduced]
-        self.params: Sequence[ShardedParam] = trained
-        self.num_in_place = 0
+        self.params, self.num_in_place = trained, 0
         if may_be_in_place and any(group.in_place):
             in_place = dict(zip(group.params, group.in_place, strict=True))
             self.params = sorted(trained, key=lambda param: not in_place[param])
