@@ -29,6 +29,8 @@ _AS_IT_IS = nullcontext()
 _VERSION = attrgetter("_version")
 _ADDRESS = methodcaller("data_ptr")
 _REQUIRES_GRAD = attrgetter("requires_grad")
+_GRADIENT = attrgetter("grad")
+_LAYOUT = attrgetter("layout")
 _BACKWARD_HOOKS = attrgetter("_backward_hooks")
 _POST_ACCUMULATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 
@@ -52,6 +54,31 @@ def which_require_grad(tensors: Sequence[torch.Tensor]) -> list[bool]:
     """For each tensor, whether it requires a gradient."""
     with without_overrides():
         return [*map(_REQUIRES_GRAD, tensors)]
+
+
+def gradients_of(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The gradient of each leaf, as far as there is one."""
+    with without_overrides():
+        return [*map(_GRADIENT, leaves)]
+
+
+def plain_gradients(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    """The gradients of leaves that all ask for one, and all have a dense tensor of no subclass; None otherwise."""
+    with without_overrides():
+        grads = [*map(_GRADIENT, leaves)]
+        are_plain = (
+            are_same(map(type, grads), repeat(torch.Tensor))
+            and are_same(map(_LAYOUT, grads), repeat(torch.strided))
+            and all(map(_REQUIRES_GRAD, leaves))
+        )
+    return grads if are_plain else None
+
+
+def drop_gradients(leaves: Iterable[torch.Tensor]) -> None:
+    """Have none of the leaves have a gradient."""
+    with without_overrides():
+        for leaf in leaves:
+            leaf.grad = None
 
 
 def is_functional_call() -> bool:

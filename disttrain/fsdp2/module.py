@@ -233,7 +233,7 @@ class FSDPModule:
             return (
                 f"{type(self).__name__} has a CPUOffloadPolicy, whose optimizer steps on the CPU: no graph can hold it."
             )
-        if any(group.has_unreduced or any(param.has_grad for param in group.params) for group in groups):
+        if any(group.has_unreduced or group.has_grads for group in groups):
             return (
                 f"{type(self).__name__} has gradients that are not reduced yet, which the next replay would not add to."
             )

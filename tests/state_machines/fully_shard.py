@@ -51,6 +51,10 @@ class Parameters:
     memory: str = "freed"
     is_shown: bool = False
 
+    @property
+    def has_grads(self) -> bool:
+        return any(param.has_grad for param in self.params)
+
 
 @dataclass(eq=False)
 class Rank:

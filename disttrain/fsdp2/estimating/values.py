@@ -93,6 +93,11 @@ class GroupSizes:
     has_unreduced = False
 
     @property
+    def has_grads(self) -> bool:
+        """A parameter has a gradient that has not been reduced."""
+        return any(param.has_grad for param in self.params)
+
+    @property
     def is_lone(self) -> bool:
         """True where a rank has nobody to reduce gradients with, and they stay on the device."""
         return self.num_shards == self.num_replicas == 1 and not self.is_offloaded

@@ -39,7 +39,7 @@ def note_values(groups: Sequence[ParamGroup]) -> None:
     for group in groups:
         shown = group.shown
         shown.note_values()
-        shown.num_data_writes = num_data_writes(param.sharded for param in group.params)
+        shown.num_data_writes = num_data_writes([param.sharded for param in group.params])
         shown.num_forwards += 1
         shown.digests = _digests(group) if shown.num_forwards <= _NUM_WITH_DIGESTS else None
 

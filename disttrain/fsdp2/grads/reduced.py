@@ -37,8 +37,10 @@ Receivers = Sequence[ShardedParam | None]
 
 def parts_of(flat: torch.Tensor, receivers: Receivers, slots: Sequence[FlatSlot]) -> list[torch.Tensor]:
     """Views of a flat buffer, each receiver's part of it."""
+    start = flat.storage_offset()
     return [
-        flat if param is None else param.slot_view(flat, slot) for param, slot in zip(receivers, slots, strict=True)
+        flat if param is None else flat.as_strided(*param.part_form, start + slot.offset)
+        for param, slot in zip(receivers, slots, strict=True)
     ]
 
 

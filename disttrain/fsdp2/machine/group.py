@@ -27,6 +27,10 @@ class Facts(Protocol):
         """The parameters of the group."""
 
     @property
+    def has_grads(self) -> bool:
+        """A parameter of it has a gradient that has not been reduced."""
+
+    @property
     def has_unreduced(self) -> bool:
         """Earlier backward passes have left gradients to be reduced over the replicas."""
 

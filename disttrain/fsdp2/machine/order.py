@@ -19,18 +19,20 @@ class ExecutionOrder(Generic[Member]):
     def __init__(self) -> None:
         self._learnt: list[Member] = []
         self._now: list[Member] = []
+        self._last: dict[Member, int] = {}
+        """Where each member has run last."""
         self._on_path = False
 
     def begin(self) -> None:
         """A new forward pass begins, and is expected to repeat the last one."""
         if self._now:
             self._learnt = self._now
-        self._now = []
+        self._now, self._last = [], {}
         self._on_path = bool(self._learnt)
 
     def forget_run(self) -> None:
         """The iteration that has begun is as if it had not."""
-        self._now = []
+        self._now, self._last = [], {}
         self._on_path = False
 
     @property
@@ -42,16 +44,18 @@ class ExecutionOrder(Generic[Member]):
         """`member` runs now. Returns who is expected to run after it, and after its `mates`."""
         position = len(self._now)
         self._now.append(member)
+        self._last[member] = position
         self._on_path = self._on_path and position < len(self._learnt) and self._learnt[position] == member
         if not self._on_path:
             return None
-        following = (self._learnt[index] for index in range(position + 1, len(self._learnt)))
-        return next((each for each in following if each not in mates), None)
+        for index in range(position + 1, len(self._learnt)):
+            if self._learnt[index] not in mates:
+                return self._learnt[index]
+        return None
 
     def backward_from(self, member: Member, mates: Container[Member] = ()) -> Member | None:
         """The backward of `member` runs now. Returns whose backward is expected next, but for its `mates`."""
-        for position in reversed(range(len(self._now))):
-            if self._now[position] == member:
-                following = (self._now[index] for index in reversed(range(position)))
-                return next((each for each in following if each not in mates), None)
+        for index in reversed(range(self._last.get(member, 0))):
+            if self._now[index] not in mates:
+                return self._now[index]
         return None

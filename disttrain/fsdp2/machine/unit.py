@@ -256,7 +256,7 @@ def reduce_what_is_left(group: Group, *, at_end: bool) -> do.Commands:
     is_owed = group.reduces_over_replicas and group.facts.has_unreduced
     takes_part = group.reduces_unused and group.is_trained and not (at_end and group.has_taken_part)
     group.has_taken_part = not at_end
-    is_due = is_owed or takes_part or any(param.has_grad for param in params)
+    is_due = is_owed or takes_part or group.facts.has_grads
     if group.bundle is not None:
         yield from reduce_in_bundle(group.bundle, group, params if is_due else ())
     elif is_due:

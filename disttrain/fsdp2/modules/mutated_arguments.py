@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from disttrain.fsdp2.modules.pytrees import items_of
 
 
@@ -73,7 +75,7 @@ class Forwards:
 
 def remade(original: Any, made: Any) -> Iterator[Remade]:
     """Each container in the nest `original` that another one stands for in `made`."""
-    if original is made:
+    if original is made or isinstance(original, torch.Tensor):
         return
     original_values, made_values = items_of(original), items_of(made)
     for key, value in original_values.items():

@@ -20,7 +20,11 @@ _WITHOUT_TENSORS: Final = (torch.Tensor, NoneType, int, float, complex, str, byt
 
 def cast_floats(values: Any, dtype: torch.dtype) -> Any:
     """The same nest with its floating-point tensors in `dtype`."""
-    return for_each_tensor(values, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.dtype is not dtype and tensor.is_floating_point() else tensor
+
+    return for_each_tensor(values, cast)
 
 
 def for_each_tensor(values: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -31,7 +35,9 @@ def for_each_tensor(values: Any, function: Callable[[torch.Tensor], torch.Tensor
     if isinstance(values, torch.Tensor):
         return function(values)
     if isinstance(values, _SEQUENCES):
-        places = [for_each_tensor(value, function) for value in values]
+        places = [
+            function(value) if isinstance(value, torch.Tensor) else for_each_tensor(value, function) for value in values
+        ]
         if are_same(places, values):
             return values
         if isinstance(values, list):

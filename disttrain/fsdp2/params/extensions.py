@@ -112,7 +112,7 @@ class ExtensionGroup(ParamGroup):
                 local = local_part(param.sharded)
                 with torch.inference_mode(False), torch.no_grad():
                     param.lay_out(local.detach().clone().to(self._shard_device(local)))
-        self._orig_dtype = common_dtype(self.params, self.sharding.mesh.get_rank())
+        self._use_dtype(common_dtype(self.params, self.sharding.mesh.get_rank()))
 
     @property
     def gather_dtype(self) -> torch.dtype:

@@ -7,6 +7,9 @@ import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import repeat
+from operator import attrgetter
 from typing import NoReturn, cast
 
 import torch
@@ -28,6 +31,7 @@ from disttrain.fsdp2.params.flat import FlatSlot
 from disttrain.fsdp2.params.sharding import Sharding
 from disttrain.mesh import DeviceMesh
 
+_EARLIER_GRAD = attrgetter("_earlier_grad")
 _SHARD_OF = "_disttrain_shard_of"
 """Says whose shard a parameter is, by a number."""
 _SHARDED_AS = "_disttrain_sharded_as"
@@ -84,7 +88,6 @@ class ShardedParam:
                 self.sharded.__dict__[key] = axis
         move_hooks(parameter, self.sharded)
         self._shard_view: torch.Tensor | None = None
-        self._view_of: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         self.unsharded: nn.Parameter | None = None
         self._earlier_grad: torch.Tensor | None = None
         """The sum of unsharded gradients that are still to be reduced, where it has another dtype than they."""
@@ -179,14 +182,14 @@ class ShardedParam:
 
     def slot_view(self, flat: torch.Tensor, slot: FlatSlot) -> torch.Tensor:
         """This parameter's part of a rank's flat buffer, without padding."""
-        if self._view_of is None:
-            self._view_of = self._strided_view(slot)
-        shape, strides = self._view_of
+        shape, strides = self.part_form
         return flat.as_strided(shape, strides, flat.storage_offset() + slot.offset)
 
-    def _strided_view(self, slot: FlatSlot) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    @cached_property
+    def part_form(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape and strides of this parameter's part of a rank's flat buffer, without padding."""
         rows = self.spec.local_shape[self.dim]
-        front = torch.empty((rows, *slot.shape[1:]), device="meta")
+        front = torch.empty((rows, *self.front_shape[1:]), device="meta")
         view = front.movedim(0, self.dim)
         return tuple(view.shape), view.stride()
 
@@ -253,6 +256,11 @@ class ShardedParam:
             grad = local_part(grad.redistribute(placements=spec_of(self.unsharded).placements))
         # The gradient of an embedding may be sparse, with other rows on each rank.
         return grad if grad.layout == torch.strided else grad.to_dense()
+
+
+def have_earlier_grads(params: Sequence[ShardedParam]) -> bool:
+    """True where one of them keeps a sum of unsharded gradients in another dtype than they have."""
+    return not are_same(map(_EARLIER_GRAD, params), repeat(None))
 
 
 class LaidOut:

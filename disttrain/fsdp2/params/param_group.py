@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import repeat
 from typing import Protocol
 from weakref import ref
 
 import torch
 
 from disttrain.dtensor.local_part import local_part
-from disttrain.fsdp2._torch import base_of, call_when_added, out_of_grad
+from disttrain.fsdp2._torch import (
+    are_same,
+    base_of,
+    call_when_added,
+    drop_gradients,
+    gradients_of,
+    out_of_grad,
+    plain_gradients,
+)
 from disttrain.fsdp2.faults.checks import common_dtype, refuse_device, refuse_parts_on_meta
 from disttrain.fsdp2.grads.reduced import hand_out, parts_of, to_host
 from disttrain.fsdp2.grads.sums import GradSums
@@ -18,11 +27,11 @@ from disttrain.fsdp2.machine.group import Group, post_forward_mesh_size
 from disttrain.fsdp2.modules.parameter_swap import ForeignTensor, Shown
 from disttrain.fsdp2.params.cast_shards import CastShards, latest
 from disttrain.fsdp2.params.flat import plan_flat
-from disttrain.fsdp2.params.param import LaidOut, ShardedParam, versions
+from disttrain.fsdp2.params.param import LaidOut, ShardedParam, have_earlier_grads, versions
 from disttrain.fsdp2.params.sharding import Sharding
 from disttrain.fsdp2.params.unsharded import UnshardedParams
 from disttrain.fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from disttrain.fsdp2.transfers.collectives import Hook
+from disttrain.fsdp2.transfers.collectives import Hook, ReductionPlan
 from disttrain.fsdp2.transfers.comm import Comm, UnderWay
 from disttrain.process_group import ProcessGroup
 
@@ -64,7 +73,7 @@ class ParamGroup:
         self._policy = policy
         self._offload = offload
         self.device = device
-        self._orig_dtype = params[0].orig_dtype
+        self._use_dtype(params[0].orig_dtype)
         self.plan = plan_flat([param.front_shape for param in params], sharding.num_shards)
         self._is_cut_in_front = all(param.dim == 0 for param in params)
         self.in_place: tuple[bool, ...] = (device.type == "cuda",) * len(params)
@@ -74,6 +83,8 @@ class ParamGroup:
         self._unsharded: UnshardedParams | None = None
         self._flat: torch.Tensor | None = None
         self._laid_out: LaidOut | None = None
+        self.planned_reduction: tuple[tuple[object, ...], ReductionPlan] | None = None
+        """The plan of the last reduction, and what it follows from."""
         self.cast_shards: CastShards | None = None
         self._kept: tuple[torch.Tensor, int] | None = None
         """Between forward and backward: the flat buffers of as many shards as ranks share the whole, and those ranks'
@@ -91,19 +102,14 @@ class ParamGroup:
         self._is_misplaced = False
         self.lay_out()
 
-    @property
-    def compute_dtype(self) -> torch.dtype:
+    def _use_dtype(self, dtype: torch.dtype) -> None:
+        """The shards are of this dtype. The policy chooses others for floating-point values alone."""
+        policy = self._policy if dtype.is_floating_point else MixedPrecisionPolicy()
+        self._orig_dtype = dtype
+        self.compute_dtype = policy.param_dtype or dtype
         """The dtype of the gathered parameters."""
-        return self._chosen(self._policy.param_dtype) or self._orig_dtype
-
-    def _chosen(self, dtype: torch.dtype | None) -> torch.dtype | None:
-        """Returns the policy's dtype for floating-point values; others keep their dtype."""
-        return dtype if self._orig_dtype.is_floating_point else None
-
-    @property
-    def reduce_dtype(self) -> torch.dtype:
+        self.reduce_dtype = policy.reduce_dtype or self.compute_dtype
         """The dtype in which gradients are reduced."""
-        return self._chosen(self._policy.reduce_dtype) or self.compute_dtype
 
     @property
     def is_offloaded(self) -> bool:
@@ -155,6 +161,7 @@ class ParamGroup:
             "_unsharded",
             "_flat",
             "_laid_out",
+            "planned_reduction",
             "gathering",
             "reduced_apart",
             "_kept",
@@ -169,7 +176,7 @@ class ParamGroup:
             param.adopt_registered()
         if self._laid_out is not None and all(param.is_in_place() for param in self.params):
             return
-        self._orig_dtype = common_dtype(self.params, self.sharding.mesh.get_rank())
+        self._use_dtype(common_dtype(self.params, self.sharding.mesh.get_rank()))
         refuse_parts_on_meta(self.params, self.device, self.sharding.mesh.get_rank())
         locals_ = [local_part(param.sharded) for param in self.params]
         # Parameters outlive an inference; what is made in inference mode could not be trained.
@@ -318,6 +325,24 @@ class ParamGroup:
                 param.sharded.grad = None
             else:
                 param.sharded.grad = torch.zeros_like(param.sharded.grad)
+
+    def take_grads(self) -> list[torch.Tensor] | None:
+        """Takes the gradients of all gathered parameters, where each has a plain one as it is to be reduced; else None,
+        and nothing is taken."""
+        unsharded = self._unsharded
+        if unsharded is None or not self._is_cut_in_front or have_earlier_grads(self.params):
+            return None
+        grads = plain_gradients(unsharded.parameters)
+        if grads is None or len(grads) < len(self.params):
+            return None
+        drop_gradients(unsharded.parameters)
+        return grads
+
+    @property
+    def has_grads(self) -> bool:
+        """True where a backward pass has left gradients of gathered parameters that have not been reduced."""
+        wholes = [whole for param in self.params if (whole := param.unsharded) is not None]
+        return not are_same(gradients_of(wholes), repeat(None)) or have_earlier_grads(self.params)
 
     @property
     def has_unreduced(self) -> bool:

@@ -346,16 +346,21 @@ def _pack(
         packed = _in_places(grads[:num_in_place], plan.slots[:num_in_place], plan.num_shards, dtype)
     rest = plan.shard_numel - sum(numels)
     if num_in_place < len(grads):
-        packed.append(_in_one(grads[num_in_place:], rest, plan.num_shards, dtype))
+        left = grads[num_in_place:] if num_in_place else grads
+        if plan.has_empty:
+            left = [grad for grad in left if grad.numel()]
+        packed.append(_in_one(left, rest, plan.num_shards, dtype, grads[0].device))
         numels = [*numels, rest]
     return packed, numels
 
 
-def _in_one(grads: Sequence[torch.Tensor], numel: int, num_shards: int, dtype: torch.dtype) -> torch.Tensor:
+def _in_one(
+    grads: Sequence[torch.Tensor], numel: int, num_shards: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
     """Gradients as rows of what each rank is to reduce, (num_shards, elements of a flat buffer)."""
-    packed = torch.empty((num_shards, numel), dtype=dtype, device=grads[0].device)
+    packed = torch.empty((num_shards, numel), dtype=dtype, device=device)
     if numel:
-        chunk_cat([grad for grad in grads if grad.numel()], num_shards, out=packed)
+        chunk_cat(grads, num_shards, out=packed)
     return packed
 
 

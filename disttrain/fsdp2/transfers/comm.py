@@ -113,7 +113,7 @@ class Named:
         self._world.module = self._outer
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class UnderWay:
     """A reduction of some of a group's parameters; `receivers` of its parts are None for those that had no gradient.
 
@@ -124,7 +124,7 @@ class UnderWay:
     reduction: Reduction
     start: int
     plan: FlatPlan
-    receivers: list[ShardedParam | None]
+    receivers: Sequence[ShardedParam | None]
     is_complete: bool
     """False where it is still to be reduced over the replicas."""
     grads: Sequence[torch.Tensor] | None = None

@@ -24,16 +24,16 @@ class Gathering:
         self,
         gather: Gather,
         groups: Sequence[ParamGroup],
-        numels: Sequence[int],
+        dtypes: Sequence[torch.dtype],
         are_in_place: Sequence[bool] | None,
         comm: Comm,
     ) -> None:
-        """Of a row of what is gathered, `numels` elements are each group's; of one group, parameters may be in their
-        places, and not in the row."""
+        """Of each group, what is gathered has come in one of `dtypes`; of one alone, parameters may be in their places,
+        and not in the row."""
         self._gather = gather
         self._are_in_place = are_in_place
         self._groups = groups
-        self._numels = numels
+        self._dtypes = dtypes
         self._comm = comm
 
     def finish(self) -> None:
@@ -58,7 +58,8 @@ class Gathering:
             places = [*chain.from_iterable(each.places for each in unsharded)]
             torch.split_with_sizes_copy(output, sizes, dim=1, out=places)
         else:
-            for group, each, columns in zip(self._groups, unsharded, output.split([*self._numels], dim=1), strict=True):
+            numels = sent_numels(self._gather.sent, self._dtypes)
+            for group, each, columns in zip(self._groups, unsharded, output.split(numels, dim=1), strict=True):
                 used = columns.narrow(1, 0, group.sent_numel * group.gather_dtype.itemsize // output.itemsize)
                 each.write(used.view(group.gather_dtype))
 
@@ -77,7 +78,7 @@ def start_gathering(groups: Sequence[ParamGroup], comm: Comm) -> None:
         raise
     group, streams, num_shards = first.gather_group(), comm.streams, first.sharding.num_shards
     # What has just been made is on the current stream: waiting for the optimizer alone would not do.
-    ready = ready if all(each.sends_shards for each in groups) else None
+    ready = ready if ready is None or all(each.sends_shards for each in groups) else None
     in_place = None
     may_be_in_place = len(groups) == 1 and ready is None and first.is_gathered_in_place and not first.is_kept
     if may_be_in_place and any(first.in_place):
@@ -87,9 +88,9 @@ def start_gathering(groups: Sequence[ParamGroup], comm: Comm) -> None:
     else:
         comm.release_gathered()
         gather = start_gather(shards, dtypes, first.device, num_shards, group, streams, ready)
-    if any(each.is_offloaded for each in groups):
-        comm.uploaded = gather.done
-    gathering = Gathering(gather, groups, sent_numels(shards, dtypes), in_place, comm)
+    gathering = Gathering(gather, groups, dtypes, in_place, comm)
     for each in groups:
         each.gathering = gathering
         each.drop_part()
+        if each.is_offloaded:
+            comm.uploaded = gather.done
