@@ -281,6 +281,8 @@ def misplaced(args: argparse.Namespace) -> str:
 
     They are the script's, as torchrun has it, and stay so.
     """
+    if args.no_python or args.module:
+        return ""  # such as another launcher
     words = {word.partition("=")[0] for word in args.script_args}
     flags = [
         flag
