@@ -150,6 +150,8 @@ def _check(model: nn.Module, kind: type[nn.Module], given: dict[str, Any]) -> No
     for module in model.modules():
         if isinstance(module, nn.Conv1d) and module.kernel_size != (1,):
             refuse(NAME, f"{name} has convolutions, which see this rank's positions alone.", WITHOUT)
+        if getattr(module, "trigram_input", False):  # MobileBERT's
+            refuse(NAME, f"{name} embeds a token with its neighbours, of which another rank has some.", WITHOUT)
         if not takes_positions and _embeds_positions(module) and not _takes_positions(module):
             refuse(NAME, f"{name} counts positions itself, in {type(module).__name__}, from this rank's 0.", WITHOUT)
 

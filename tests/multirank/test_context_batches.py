@@ -265,6 +265,8 @@ def own_ways(name: str) -> Any:
         return hf.BloomForCausalLM(hf.BloomConfig(vocab_size=VOCAB, hidden_size=16, n_layer=2, n_head=4))
     if name == "mamba":
         return hf.MambaForCausalLM(hf.MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1))
+    if name == "mobilebert":
+        return hf.MobileBertForMaskedLM(hf.MobileBertConfig(**sizes, embedding_size=16, intra_bottleneck_size=16))
     if name == "xlnet":
         return hf.XLNetLMHeadModel(hf.XLNetConfig(vocab_size=VOCAB, d_model=16, n_layer=1, n_head=4))
     if name == "bart":
@@ -283,6 +285,7 @@ def test_models_that_attend_in_ways_of_their_own_are_refused() -> None:
         ("xlnet", "XLNetLMHeadModel has called no attention that looks across ranks"),
         ("bart", "BartForConditionalGeneration has two sequences"),
         ("lfm2", "Lfm2ForCausalLM has convolutions"),
+        ("mobilebert", "MobileBertForMaskedLM embeds a token with its neighbours"),
     ):
         batch = cut_batch(mesh, tokens)
         with batch.attention(), pytest.raises(DisttrainError, match=said):
