@@ -11,6 +11,7 @@ from typing import Any, Final, cast
 
 import torch
 
+from disttrain._python.awaited_threads import AWAITED
 from disttrain.arguments import answer_to
 from disttrain.errors import BackendError, GroupError, StoreError
 from disttrain.process_group._c10d import TorchRegistration, Transport
@@ -304,7 +305,7 @@ class ProcessGroup:
         self._call_back()
         for backend in backends:
             # Gloo may take its time, and the witness, who calls this, has others to answer.
-            threading.Thread(target=backend.abort, name="disttrain abort", daemon=True).start()
+            AWAITED.start(backend.abort, "disttrain abort")
 
     def __repr__(self) -> str:
         return f"ProcessGroup({self.group_name}, ranks {self.ranks_text()}, {self.backend_name})"
@@ -312,7 +313,7 @@ class ProcessGroup:
     def _call_back(self) -> None:
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
-            threading.Thread(target=callback, name="disttrain ended", daemon=True).start()
+            AWAITED.start(callback, "disttrain ended")
 
     def _taken_out(self) -> list[Backend]:
         """The backends; nobody finds them any more, nor makes new ones."""

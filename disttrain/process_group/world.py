@@ -231,6 +231,7 @@ class World:
         if self.witness is None:
             self.witness = Responder(self.store, "witness", self.rank, self.comparing.answer, self._hear)
             self.comparing.stay()
+            self.connecting.stay()
             self._script_end = ScriptEnd(self)
 
     def destroy_group(self, group: ProcessGroup) -> None:

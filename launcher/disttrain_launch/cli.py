@@ -92,7 +92,7 @@ def _doctor(argv: Sequence[str]) -> int:
 
 def _start(args: argparse.Namespace, environ: Mapping[str, str], *, has_prefixes: bool = True) -> int:
     args, note = placed(args, environ)
-    for text in filter(None, (note, misplaced(args))):
+    for text in filter(None, (note, "" if args.quiet else misplaced(args))):
         print(f"{OPERATION}: {text}", file=sys.stderr, flush=True)
     spec = job_spec(args, environ)
     # Only now: the help must not wait for the store's and the event loop's modules.

@@ -119,6 +119,9 @@ class ForkedProcess(subprocess.Popen[AnyStr]):
         self.pid = self._server.ask(request, streams)
         self._child_created = True
         self._process = os.pidfd_open(self.pid)
+        # Popen's child leads its session before Popen returns; a fork begins to when it is scheduled.
+        while values["start_new_session"] and os.getpgid(self.pid) != self.pid:
+            time.sleep(0.001)
         self._close_pipe_fds(*(values[name] for name in _PIPES))
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:

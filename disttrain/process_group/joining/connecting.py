@@ -8,10 +8,13 @@ them use one. Who has not made the group yet makes it in advance: its name says 
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from disttrain._python.awaited_threads import AWAITED
 from disttrain.errors import BackendError
 from disttrain.process_group.backends import choose_backends
 from disttrain.process_group.group import ProcessGroup
@@ -31,23 +34,30 @@ class Connecting:
         self._in_advance: dict[str, ProcessGroup] = {}
         self._made: set[str] = set()
         self._threads: list[tuple[ProcessGroup, threading.Thread]] = []
+        self._starting = threading.Lock()
+        self._is_closed = False
+        self._pid = os.getpid()
         self.lock = threading.Lock()
+
+    def stay(self) -> None:
+        """Have it closed when this process ends, also without destroying its world."""
+        atexit.register(self.close)
 
     def hear(self, request: dict[str, Any]) -> None:
         """Another rank asks; this one connects beside whatever it does."""
         if self._world.rank not in Ranks.from_plain(request["ranks"]):
             return
         group = self._group(request)
-        if group is not None and not group.is_connected(request["device_type"]):
-            thread = threading.Thread(
-                target=group.connect_beside, args=(request["device_type"],), name="disttrain connecting", daemon=True
-            )
-            if not self._threads:
-                # A thread that comes back from C++ while the interpreter is taken down would take the process with it.
-                atexit.register(self.close)
+        if group is None or group.is_connected(request["device_type"]):
+            return
+        with self._starting:
+            if self._is_closed:
+                return  # Another rank asks while this one ends.
+            connect = partial(group.connect_beside, request["device_type"])
+            thread = AWAITED.start(connect, "disttrain connecting")
             self._threads = [(group, other) for group, other in self._threads if other.is_alive()]
-            self._threads.append((group, thread))
-            thread.start()
+            if thread is not None:
+                self._threads.append((group, thread))
 
     def make(
         self, name: str, ranks: Ranks, backend: str | None, timeout_s: float, options: object | None
@@ -63,7 +73,11 @@ class Connecting:
     def close(self) -> None:
         """End the threads; what they connect is not needed any more. Idempotent."""
         atexit.unregister(self.close)
-        threads, self._threads = self._threads, []
+        if os.getpid() != self._pid:
+            return  # A child that was forked off is no rank.
+        with self._starting:
+            self._is_closed = True
+            threads, self._threads = self._threads, []
         for group, thread in threads:
             if thread.is_alive():
                 group.abort()
