@@ -86,6 +86,14 @@ def test_of_a_thread_that_has_failed_the_name_is_taken_too() -> None:
     assert last_words.is_own_error(said)
 
 
+def test_what_python_has_ignored_has_ended_nothing() -> None:
+    ignored = "Exception ignored in atexit callback: <function <lambda> at 0x7f1b>\n" + RAISED.replace("bad", "5")
+    assert last_words.summary(RAISED + ignored) == "ValueError: bad"
+    assert last_words.excerpt(RAISED + ignored + "the end\n") == RAISED + "the end"
+    # Where there is nothing else it may say why all the same.
+    assert last_words.summary("step 1\n" + ignored) == "ValueError: 5"
+
+
 @pytest.mark.parametrize("unfinished", ["loading 50%", "0%\r80%", " 50%|##  | 5/10 [00:01, 3.0it/s]", "\ufffd\ufffd"])
 def test_a_traceback_behind_an_unfinished_line_is_one(unfinished: str) -> None:
     assert last_words.excerpt(unfinished + RAISED) == RAISED.rstrip("\n")

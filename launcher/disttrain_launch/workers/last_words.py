@@ -25,6 +25,8 @@ _JOINED = re.compile(r"(?<=[^\s|])(?=Traceback \(most recent call last\):$)", re
 _FRAME = re.compile(r'^  File ".*", line \d+, in ')
 _THREAD = re.compile(r"^Exception in thread ")
 """The line before the traceback of what has ended a thread."""
+_IGNORED = re.compile(r"^Exception ignored (in|while|on)\b")
+"""The line before the traceback of an exception that has ended nothing, in a finalizer or at the interpreter's end."""
 _OTHER_THREAD = re.compile(r"^Thread 0x[0-9a-f]+ .*\(most recent call first\):")
 _CHAINED = ("The above exception was the direct cause of", "During handling of the above exception")
 _CONSEQUENCE = re.compile(
@@ -90,7 +92,22 @@ def _lines(text: str) -> list[str]:
     lines = [_PREFIX.sub("", line.rstrip("\r").rpartition("\r")[2]) for line in _JOINED.sub("\n", text).split("\n")]
     while lines and not lines[-1].strip():
         lines.pop()
-    return lines
+    lasting = _without_ignored(lines)
+    return lasting if any(map(_TRACEBACK.match, lasting)) else lines
+
+
+def _without_ignored(lines: list[str]) -> list[str]:
+    """The lines without the exceptions that Python has ignored."""
+    kept: list[str] = []
+    rest = iter(lines)
+    for line in rest:
+        if not _IGNORED.match(line):
+            kept.append(line)
+            continue
+        for inner in rest:
+            if inner.strip() and not inner[0].isspace() and not _TRACEBACK.match(inner):
+                break  # its message, of one line
+    return kept
 
 
 def _first_of_chain(lines: list[str]) -> int | None:
