@@ -59,6 +59,7 @@ def calling(model: Any) -> Iterator[None]:
                 result = before(self, *args, **kwargs)
         finally:
             _LOCAL.is_within = False
+        _check_result(self, result)
         if num_agreed(group) == count:
             problem = f"{type(self).__name__} has called no attention that looks across ranks."
             refuse(NAME, problem, WITHOUT)
@@ -146,6 +147,9 @@ def _check(model: nn.Module, kind: type[nn.Module], given: dict[str, Any]) -> No
     if any(given.get(cache) is not None for cache in _CACHES):
         problem = "it is given a cache of keys, as by generate(), which are those of this rank's positions alone."
         refuse(NAME, problem, "Generate outside of the block.")
+    if given.get("labels") is not None and given.get("shift_labels") is None and _shifts_labels(model):
+        problem = f"{name} shifts labels within this rank's positions, where the next rank has some."
+        refuse(NAME, problem, "Give shift_labels=batch.targets beside them.")
     takes_positions = any(isinstance(module, kind) and _takes_positions(module) for module in model.modules())
     for module in model.modules():
         if isinstance(module, nn.Conv1d) and module.kernel_size != (1,):
@@ -154,6 +158,18 @@ def _check(model: nn.Module, kind: type[nn.Module], given: dict[str, Any]) -> No
             refuse(NAME, f"{name} embeds a token with its neighbours, of which another rank has some.", WITHOUT)
         if not takes_positions and _embeds_positions(module) and not _takes_positions(module):
             refuse(NAME, f"{name} counts positions itself, in {type(module).__name__}, from this rank's 0.", WITHOUT)
+
+
+def _shifts_labels(model: nn.Module) -> bool:
+    return getattr(model, "loss_type", None) == "ForCausalLM"
+
+
+def _check_result(model: nn.Module, result: Any) -> None:
+    """Refuses what is one of a sequence, such as the class that its first or last token tells."""
+    logits = getattr(result, "logits", None)
+    if isinstance(logits, torch.Tensor) and logits.dim() < 3:
+        problem = f"{type(model).__name__} gives scores of shape {tuple(logits.shape)}, without positions."
+        refuse(NAME, problem, WITHOUT)
 
 
 def _embeds_positions(module: nn.Module) -> bool:

@@ -253,6 +253,24 @@ def test_models_that_are_given_no_positions_have_their_own(name: str) -> None:
         model.generate(batch.input_ids, max_new_tokens=2, do_sample=False)
 
 
+@on_ranks(2)
+def test_losses_and_scores_of_a_rank_s_part_alone_are_refused() -> None:
+    """A model that shifts labels itself lacks the next rank's, and one that scores a sequence has a part of it."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import transformers as hf  # here, since it takes seconds and few tests need it
+
+    tokens = rows(11)
+    batch = cut_batch(axis(), tokens)
+    model = pretrained("sdpa")
+    with batch.attention(), pytest.raises(LayoutError, match=r"shifts labels.*shift_labels=batch\.targets"):
+        model(input_ids=batch.input_ids, labels=batch.input_ids)
+    batch = cut_batch(axis(), tokens)
+    scorer = hf.LlamaForSequenceClassification(model.config)
+    scorer.config.pad_token_id = VOCAB - 1
+    with batch.attention(), pytest.raises(LayoutError, match=r"gives scores of shape \(2, 2\), without positions"):
+        scorer(input_ids=batch.input_ids)
+
+
 def own_ways(name: str) -> Any:
     """Models that look at other positions in ways of their own."""
     os.environ["HF_HUB_OFFLINE"] = "1"
