@@ -20,7 +20,7 @@ _SILENT_AFTER, _ANSWER_S = 4, 1.5
 """A rank is gone after this number of successive questions without an answer, each with this timeout."""
 
 _FIRST_ASKED_AFTER_S, _ASKED_EVERY_S = 0.5, 2.0
-"""Begin and period of the questions. A rank that dies just after an answer is known to be gone 8.5 s later, on a machine
+"""Begin and period of the questions. A rank that dies just after an answer is known to be gone 9 s later, on a machine
 that is not busy."""
 
 
