@@ -266,7 +266,7 @@ def test_losses_and_scores_of_a_rank_s_part_alone_are_refused() -> None:
         model(input_ids=batch.input_ids, labels=batch.input_ids)
     batch = cut_batch(axis(), tokens)
     scorer = hf.LlamaForSequenceClassification(model.config)
-    scorer.config.pad_token_id = VOCAB - 1
+    scorer.config.update({"pad_token_id": VOCAB - 1})
     with batch.attention(), pytest.raises(LayoutError, match=r"gives scores of shape \(2, 2\), without positions"):
         scorer(input_ids=batch.input_ids)
 
