@@ -161,7 +161,7 @@ def _check(model: nn.Module, kind: type[nn.Module], given: dict[str, Any]) -> No
 
 
 def _shifts_labels(model: nn.Module) -> bool:
-    return getattr(model, "loss_type", None) == "ForCausalLM"
+    return str(getattr(model, "loss_type", None)).endswith(("ForCausalLM", "ForConditionalGeneration"))
 
 
 def _check_result(model: nn.Module, result: Any) -> None:
