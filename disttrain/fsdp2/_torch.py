@@ -199,11 +199,6 @@ def wrap_engine_calls(wrapper: Callable[..., Any]) -> None:
     torch.autograd._engine_run_backward = partial(wrapper, torch.autograd._engine_run_backward)  # type: ignore[attr-defined]
 
 
-def chunk_cat(tensors: Sequence[torch.Tensor], num_chunks: int, out: torch.Tensor) -> None:
-    """Cut dim 0 of each tensor into `num_chunks` padded pieces; row r of `out` gets the r-th of each, cast."""
-    torch._chunk_cat(list(tensors), dim=0, num_chunks=num_chunks, out=out)
-
-
 def versions_of(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """Numbers that change when torch's operators write to any of the tensors, or to a view of it."""
     with without_overrides():

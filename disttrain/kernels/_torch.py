@@ -26,6 +26,7 @@ make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 map_tensors: Any = tree_map_only
 """In nested arguments, put a function's result in place of each value of a class."""
 
+_GRAD: Final = attrgetter("grad")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -52,6 +53,17 @@ def modes() -> tuple[Any, ...]:
         torch._C._len_torch_dispatch_stack(),
         torch._C._len_torch_function_stack(),
     )
+
+
+def chunk_cat(tensors: Sequence[torch.Tensor], num_chunks: int, out: torch.Tensor) -> None:
+    """Cut dim 0 of each tensor into `num_chunks` padded pieces; row r of `out` gets the r-th of each, cast."""
+    torch._chunk_cat(list(tensors), dim=0, num_chunks=num_chunks, out=out)
+
+
+def grads_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The gradient of each."""
+    with without_modes():
+        return [*map(_GRAD, tensors)]
 
 
 def norms(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> Sequence[torch.Tensor]:

@@ -29,6 +29,7 @@ def choose(
     load_kernels: Callable[[], T],
     *,
     is_fused_when_traced: bool = False,
+    takes_all_dtypes: bool = False,
 ) -> T:
     """The module with Triton's kernels for what is on `tensor`'s device, or `reference`, which has the same functions.
 
@@ -41,7 +42,7 @@ def choose(
         return reference
     if wish != "triton" and is_fused_when_traced and is_traced() and tensor.numel() <= _FEW_ELEMENTS:
         return reference
-    reason = obstacle or _obstacle_of(tensor)
+    reason = obstacle or _obstacle_of(tensor, takes_all_dtypes=takes_all_dtypes)
     if not reason:
         return load_kernels()
     tell_fallback(operation, reason, is_slow=tensor.is_cuda)
@@ -58,10 +59,10 @@ def tell_fallback(operation: str, reason: str, is_slow: bool = True) -> None:
         _warn(operation, reason)
 
 
-def _obstacle_of(tensor: torch.Tensor) -> str:
+def _obstacle_of(tensor: torch.Tensor, *, takes_all_dtypes: bool) -> str:
     if not has_triton():
         return "Triton is not installed."
-    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if not takes_all_dtypes and tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"its kernels don't take {tensor.dtype}."
     return ""
 

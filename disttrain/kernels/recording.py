@@ -15,6 +15,9 @@ import torch
 from disttrain.errors import BackendError
 
 _Value = TypeVar("_Value")
+_ALIGNMENT: Final = 2
+_FOR_NUMBERS_THAT_CHANGE: Final = 1 << 12
+"""64-bit numbers that tables leave room for."""
 
 
 class HostPart(Protocol):
@@ -49,6 +52,8 @@ class Recording:
         """What the graph reads, and nothing else need hold; by id."""
         self._memory = memory
         self._num_taken = 0
+        self._tables: dict[object, torch.Tensor] = {}
+        self._unwritten: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def add(self, part: HostPart) -> None:
         """Have `part` called at each replay, but not now: its own call is going on."""
@@ -61,6 +66,28 @@ class Recording:
             problem = f"it needs more than {len(self._memory)} numbers that change in each replay."
             raise BackendError("capture_step", problem, "Record fewer optimizers or groups of parameters together.")
         return self._memory[begin : self._num_taken]
+
+    def table(self, values: torch.Tensor, key: object = None) -> torch.Tensor | None:
+        """The values in the graph's memory from `write_tables` on, those of one `key` once; None where that is full."""
+        if key is not None and key in self._tables:
+            return self._tables[key]
+        # Each begins where a kernel may read many bytes at once.
+        begin = -(-self._num_taken // _ALIGNMENT) * _ALIGNMENT
+        end = begin - (-values.nbytes // self._memory.itemsize)
+        if end + _FOR_NUMBERS_THAT_CHANGE > len(self._memory):
+            return None
+        self._num_taken = end
+        table = self._memory[begin:end].view(values.dtype)[: values.numel()].view(values.shape)
+        self._unwritten.append((table, values))
+        if key is not None:
+            self._tables[key] = table
+        return table
+
+    def write_tables(self) -> None:
+        """Write what `table` was given: after the recording, before its first replay, on the current stream."""
+        for table, values in self._unwritten:
+            table.copy_(values)
+        self._unwritten.clear()
 
 
 _OF_OTHERS: Final[dict[int, Any]] = {}

@@ -29,8 +29,9 @@ from disttrain.kernels import (
     swiglu,
     use_kernels,
 )
-from disttrain.kernels.copies.operator import copy_all
-from disttrain.pieces import piece
+from disttrain.kernels.copies import reference as copies_reference
+from disttrain.kernels.copies.operator import copy_all, pack_rows, unpack_rows
+from disttrain.pieces import piece, piece_size
 from disttrain.testing.pytest_plugin import on_ranks
 from tests.cases.kernel_operators import CASES, check_what_is_told
 from tests.cases.kernels import drawn, judge
@@ -267,6 +268,36 @@ def test_copies() -> None:
     back = [torch.empty_like(source) for source in sources]
     copy_all(back, targets, torch.tensor(3.0, device="cuda"))
     assert all(torch.equal(found, (wished * 3).bfloat16()) for found, wished in zip(back, targets, strict=True))
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 8])
+@pytest.mark.parametrize(
+    "dtypes", [(torch.bfloat16, torch.float32), (torch.bfloat16,) * 2, (torch.uint8,) * 2], ids=str
+)
+@pytest.mark.parametrize("shapes", [[(5, 3), (1,), (0, 4), (2, 70)], [(48, 16), (96,), (3000, 160)]], ids=str)
+def test_rows_of_gathers_and_reductions(
+    shapes: list[tuple[int, ...]], dtypes: tuple[torch.dtype, torch.dtype], num_rows: int
+) -> None:
+    """Bit for bit as torch's, in a row of a wider matrix too, also in a graph whose tables others have pushed out."""
+    tensors = [drawn(*shape, seed=seed).mul(50).cuda().to(dtypes[0]) for seed, shape in enumerate(shapes)]
+    sizes = [piece_size(len(each), num_rows) * each[:1].numel() for each in tensors]
+    wished = torch.full((num_rows, sum(sizes) + 3), 7, dtype=dtypes[1], device="cuda")
+    found = wished.clone()
+    copies_reference.pack_rows([each for each in tensors if each.numel()], sizes, wished[:, : sum(sizes)])
+    pack_rows(tensors, sizes, found[:, : sum(sizes)])
+    assert torch.equal(found, wished)
+    places = [torch.empty(num_rows, size, dtype=dtypes[0], device="cuda") for size in sizes]
+    wished_places = [torch.empty_like(place) for place in places]
+    copies_reference.unpack_rows(wished[:, : sum(sizes)], sizes, wished_places)
+    graph = torch.cuda.CUDAGraph()
+    unpack_rows(found[:, : sum(sizes)], sizes, places)
+    with torch.cuda.graph(graph):
+        unpack_rows(found[:, : sum(sizes)], sizes, places)
+    for place in places:
+        place.zero_()
+    pack_rows([torch.ones(64, 3, device="cuda")], [192], torch.empty(1, 192, device="cuda"))
+    graph.replay()
+    assert all(torch.equal(place, wish) for place, wish in zip(places, wished_places, strict=True))
 
 
 def test_copies_in_a_graph_find_their_tensors_at_each_replay() -> None:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disttrain.fsdp2._torch import chunk_cat
+from disttrain.kernels._torch import chunk_cat
 from disttrain.fsdp2.machine.order import ExecutionOrder
 from disttrain.fsdp2.params.flat import plan_flat
 

@@ -21,8 +21,9 @@ from disttrain.process_group.current import current_world
 from disttrain.process_group.holders import hold
 from disttrain.process_group.watching.replaying import listed_operations
 
-_NUM_NUMBERS: Final = 1 << 12
-"""64-bit numbers that the host may write before a replay: seven for each launch of an optimizer."""
+_NUM_NUMBERS: Final = 1 << 18
+"""64-bit numbers that the host may write before a replay, seven for each launch of an optimizer, and in tables that
+launches read, some for each tensor: 2 MiB."""
 
 
 class StepGraph:
@@ -108,6 +109,7 @@ class StepGraph:
         """
         self._replays.begin(is_first=True)
         self._fill(tensors)
+        self._host.write_tables()
         for part in self._host.parts:
             part.before_first()
         self._graph.replay()

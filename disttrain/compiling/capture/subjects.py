@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, is_
+from types import ModuleType
 from typing import Any, Final
 
 import torch
@@ -31,6 +32,8 @@ _MAX_DEPTH = 4
 _TRAINING: Final = attrgetter("training")
 _ROOTS: Final = (nn.Module, Optimizer)
 _KEEPERS: Final = (LRScheduler, torch.amp.GradScaler)
+_LEAVES: Final = frozenset((type(None), bool, int, float, complex, str, bytes, torch.Tensor, type, ModuleType))
+"""What refers to nothing that is looked for."""
 _END: Final = object()
 """Follows each list in one of several, so that none can be longer or shorter than it was."""
 
@@ -198,7 +201,7 @@ def keepers_of(function: Callable[..., Any]) -> list[Any]:
 
 def _referred(value: Any, depth: int, seen: set[int], kinds: tuple[type, ...]) -> Iterator[Any]:
     """The objects of these `kinds`; nothing is looked for within modules and optimizers."""
-    if id(value) in seen or depth < 0:
+    if depth < 0 or type(value) in _LEAVES or id(value) in seen:
         return
     seen.add(id(value))
     if isinstance(value, kinds):
@@ -209,6 +212,14 @@ def _referred(value: Any, depth: int, seen: set[int], kinds: tuple[type, ...]) -
         yield from _referred(each, depth - 1, seen, kinds)
 
 
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        # Of a variable that is not assigned yet.
+        return None
+
+
 def _references(value: Any) -> Iterable[Any]:
     if isinstance(value, functools.partial):
         return [value.func, *value.args, *value.keywords.values()]
@@ -216,8 +227,10 @@ def _references(value: Any) -> Iterable[Any]:
         return [value.__self__, value.__func__]
     if inspect.isfunction(value):
         wrapped = getattr(value, "__wrapped__", None)
-        names = inspect.getclosurevars(value)
-        return [*names.nonlocals.values(), *names.globals.values(), *(value.__defaults__ or ()), wrapped]
+        # At each replay: inspect.getclosurevars reads the code's instructions.
+        cells, all_globals = value.__closure__ or (), value.__globals__
+        named = [all_globals[name] for name in value.__code__.co_names if name in all_globals]
+        return [*map(_content, cells), *named, *(value.__defaults__ or ()), wrapped]
     if isinstance(value, list | tuple):
         return value
     if isinstance(value, dict):

@@ -195,12 +195,15 @@ class Rehearsal:
         sizes, all_sizes = sizes_of(needed), [sizes_of(group) for group in groups]
         was_kept = needed.status is Status.PART_KEPT
         is_alone = len(groups) == 1 and not was_kept and sizes.may_be_in_place
+        is_alone = is_alone and (sizes.num_shards > 1 or sizes.is_offloaded)
         goes_in_place = is_alone and any(param.is_in_place for param in sizes.params)
         in_place = [param for param in sizes.params if goes_in_place and param.is_in_place and param.sent_bytes]
         sent_bytes = _joint_bytes(all_sizes)
         rest_bytes = sent_bytes - sum(param.sent_bytes for param in in_place)
         num_collectives = len(in_place) + (rest_bytes > 0) if goes_in_place else 1
         packed_bytes = rest_bytes if goes_in_place or len(groups) > 1 else 0
+        is_lone = sizes.num_shards == 1 and not goes_in_place and not was_kept
+        is_shard = is_lone and len(groups) == 1 and not sizes.is_offloaded and not sizes.is_of_bytes
         if goes_in_place:
             self._add(UNSHARDED, sizes.whole_bytes)
         else:
@@ -210,11 +213,16 @@ class Rehearsal:
         else:
             num_ranks, held_bytes = sizes.num_shards, packed_bytes
             for each in all_sizes:
-                held_bytes += each.cast_bytes + (each.shard_bytes if each.is_offloaded and self._has_streams else 0)
+                held_bytes += 0 if is_shard else each.cast_bytes
+                held_bytes += each.shard_bytes if each.is_offloaded and self._has_streams else 0
             self._add(GATHERED, held_bytes)
-        # Of a rank alone, what is made to be sent is what has come.
-        is_lone = sizes.num_shards == 1 and not goes_in_place and not was_kept
-        output_bytes = (packed_bytes or sizes.cast_bytes or held_bytes) if is_lone else rest_bytes * sizes.num_shards
+        if is_shard:
+            output_bytes = 0
+        elif is_lone:
+            # What is made to be sent is what has come.
+            output_bytes = packed_bytes or sizes.cast_bytes or held_bytes
+        else:
+            output_bytes = rest_bytes * sizes.num_shards
         if is_lone:
             held_bytes -= output_bytes
         else:

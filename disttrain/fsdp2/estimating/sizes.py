@@ -202,4 +202,5 @@ def _group_sizes(group: ParamGroup, params: dict[ShardedParam, ParamSizes]) -> G
         gathered_as=group.gather_dtype,
         may_be_in_place=group.is_gathered_in_place,
         reduces_as=group.reduces_as,
+        is_of_bytes=isinstance(group, ExtensionGroup),
     )

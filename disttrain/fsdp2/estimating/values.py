@@ -88,6 +88,8 @@ class GroupSizes:
     """Its dtype."""
     may_be_in_place: bool
     reduces_as: Hashable
+    is_of_bytes: bool = False
+    """Whether the parameters' own methods give what is sent."""
     kept: tuple[int, int] = (0, 0)
     """Between forward and backward: the number of ranks that keep a part, and its bytes."""
     has_unreduced = False

@@ -46,11 +46,6 @@ class FlatPlan:
         """Elements of each parameter in a rank's buffer."""
         return [slot.padded_numel for slot in self.slots]
 
-    @cached_property
-    def has_empty(self) -> bool:
-        """True where a parameter has no elements."""
-        return 0 in self.split_sizes
-
 
 def plan_flat(shapes: Sequence[tuple[int, ...]], num_shards: int) -> FlatPlan:
     """Places for parameters of these shapes, their cut dims in front, cut for `num_shards` ranks."""

@@ -11,6 +11,7 @@ from typing import TypeAlias
 import torch
 
 from disttrain.fsdp2.transfers.forms import ALIGNMENT_BYTES
+from disttrain.kernels.copies.operator import unpack_rows
 
 Kind: TypeAlias = tuple[torch.Size, torch.dtype]
 """Shape and dtype of a tensor."""
@@ -71,4 +72,4 @@ class Unpacking:
 
     def fill(self, gathered: torch.Tensor) -> None:
         """Take over the bytes of all ranks, (num_ranks, num_bytes)."""
-        torch.split_with_sizes_copy(gathered, self._sizes, dim=1, out=self._places)
+        unpack_rows(gathered, self._sizes, self._places)

@@ -10,6 +10,7 @@ from torch import nn
 from disttrain.dtensor import DTensor, Spec
 from disttrain.fsdp2.params.flat import FlatPlan, FlatSlot
 from disttrain.fsdp2.params.param import ShardedParam
+from disttrain.kernels.copies.operator import unpack_rows
 
 _ALIGNMENT_BYTES = 256
 """The alignment of a parameter's start: that of torch's allocator, which kernels with wide loads require."""
@@ -80,7 +81,7 @@ class UnshardedParams:
             missing = [index for index, is_written in enumerate(are_written) if not is_written]
             sizes, places = [sizes[index] for index in missing], [places[index] for index in missing]
         if self.is_cut_in_front:
-            torch.split_with_sizes_copy(gathered, sizes, dim=1, out=places)
+            unpack_rows(gathered, sizes, places)
             return
         columns = gathered.split(self._plan.split_sizes, dim=1)
         for param, slot, view, rows in zip(self._params, self._plan.slots, self.places, columns, strict=True):

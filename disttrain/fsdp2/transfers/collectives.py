@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from disttrain.fsdp2._torch import chunk_cat
 from disttrain.fsdp2.params.flat import FlatPlan, FlatSlot
 from disttrain.fsdp2.params.sharding import Sharding
 from disttrain.fsdp2.transfers.forms import ALIGNMENT_BYTES
 from disttrain.fsdp2.transfers.streams import CommStreams
-from disttrain.kernels.copies.operator import copy_all
+from disttrain.kernels.copies.operator import copy_all, pack_rows
 from disttrain.process_group import (
     ProcessGroup,
     ReduceOp,
@@ -38,6 +37,8 @@ class Gather:
     output: torch.Tensor | None
     work: Work | None
     done: torch.Event | None
+    is_shard: bool = False
+    """Whether the output is the shard as it is, of a rank alone: who reads it casts it."""
 
     def wait(self, streams: CommStreams) -> None:
         """Order the current stream (CPU: the host) after it."""
@@ -59,10 +60,12 @@ def start_gather(
 
     Each of `shards` is what this rank has of one group of parameters. One that is alone may be the flat buffers of
     several of the `num_shards` shards, one after the other, of which every rank of `group` has as many then. Buffers of
-    several dtypes are gathered as bytes. A rank alone sends nothing: its cast shards are the output.
+    several dtypes are gathered as bytes. A rank alone sends nothing: its shards are the output.
     """
     # Whatever has written to the shards, such as an optimizer, has done so on the current stream.
     written = streams.mark() if ready is None else ready
+    if group.size() == 1 and len(shards) == 1 and shards[0].device == device:
+        return Gather(shards, shards[0].view(num_shards, -1), None, written, is_shard=True)
     with streams.gathering():
         streams.follow(written)
         cast = [_brought(shard, dtype, device) for shard, dtype in zip(shards, dtypes, strict=True)]
@@ -292,12 +295,14 @@ def start_reduction(
     if reduction.averaging.before not in (None, 1.0):
         for tensor in packed:
             tensor.div_(reduction.averaging.before)
+    if reduction.group.size() == 1 and not reduction.has_rest(unreduced):
+        return Reduction(_of_rank_alone(packed), ())
     copied_in = streams.mark()
     with streams.reducing():
         streams.follow(copied_in)
         work = None
         if reduction.group.size() == 1:
-            output = packed[0].view(-1) if not reduction.num_in_place else torch.cat([each.view(-1) for each in packed])
+            output = _of_rank_alone(packed)
         else:
             output = packed[0].new_empty(plan.shard_numel)
             pairs = [(output, packed[0])]
@@ -326,6 +331,10 @@ def start_reduction(
         return Reduction(output, packed, scattered=scattered, done=done, held=unreduced, has_sum=reduction.has_sum)
 
 
+def _of_rank_alone(packed: Sequence[torch.Tensor]) -> torch.Tensor:
+    return packed[0].view(-1) if len(packed) == 1 else torch.cat([each.view(-1) for each in packed])
+
+
 def _start_reduce_scatter(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], plan: ReductionPlan, *, async_op: bool
 ) -> Work | None:
@@ -346,21 +355,18 @@ def _pack(
         packed = _in_places(grads[:num_in_place], plan.slots[:num_in_place], plan.num_shards, dtype)
     rest = plan.shard_numel - sum(numels)
     if num_in_place < len(grads):
-        left = grads[num_in_place:] if num_in_place else grads
-        if plan.has_empty:
-            left = [grad for grad in left if grad.numel()]
-        packed.append(_in_one(left, rest, plan.num_shards, dtype, grads[0].device))
+        sizes = plan.split_sizes[num_in_place:]
+        packed.append(_in_one(grads[num_in_place:], sizes, plan.num_shards, dtype, grads[0].device))
         numels = [*numels, rest]
     return packed, numels
 
 
 def _in_one(
-    grads: Sequence[torch.Tensor], numel: int, num_shards: int, dtype: torch.dtype, device: torch.device
+    grads: Sequence[torch.Tensor], sizes: Sequence[int], num_shards: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Gradients as rows of what each rank is to reduce, (num_shards, elements of a flat buffer)."""
-    packed = torch.empty((num_shards, numel), dtype=dtype, device=device)
-    if numel:
-        chunk_cat(grads, num_shards, out=packed)
+    packed = torch.empty((num_shards, sum(sizes)), dtype=dtype, device=device)
+    pack_rows(grads, sizes, packed)
     return packed
 
 

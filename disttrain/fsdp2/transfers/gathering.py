@@ -11,6 +11,7 @@ import torch
 from disttrain.fsdp2._torch import out_of_grad, out_of_inference
 from disttrain.fsdp2.faults.lone_errors import tell_of
 from disttrain.fsdp2.transfers.collectives import Gather, sent_numels, start_gather, start_gather_in_place
+from disttrain.kernels.copies.operator import unpack_rows
 
 if TYPE_CHECKING:
     from disttrain.fsdp2.params.param_group import ParamGroup
@@ -43,9 +44,11 @@ class Gathering:
         if output is not None:
             with out_of_inference(), out_of_grad():
                 self._write(output)
-            # The buffer belongs to the all-gather stream: it must not be handed out again while it is being read here.
-            self._comm.release_gathered()
-            self._comm.copied_out = (output, self._comm.streams.mark())
+            if not self._gather.is_shard:
+                # The buffer belongs to the all-gather stream: it must not be handed out again while it is being read
+                # here.
+                self._comm.release_gathered()
+                self._comm.copied_out = (output, self._comm.streams.mark())
         for group in self._groups:
             group.gathering = None
 
@@ -56,7 +59,7 @@ class Gathering:
         elif all(each.is_cut_in_front and each.dtype == output.dtype for each in unsharded):
             sizes = [*chain.from_iterable(group.plan.split_sizes for group in self._groups)]
             places = [*chain.from_iterable(each.places for each in unsharded)]
-            torch.split_with_sizes_copy(output, sizes, dim=1, out=places)
+            unpack_rows(output, sizes, places)
         else:
             numels = sent_numels(self._gather.sent, self._dtypes)
             for group, each, columns in zip(self._groups, unsharded, output.split(numels, dim=1), strict=True):
@@ -81,6 +84,8 @@ def start_gathering(groups: Sequence[ParamGroup], comm: Comm) -> None:
     ready = ready if ready is None or all(each.sends_shards for each in groups) else None
     in_place = None
     may_be_in_place = len(groups) == 1 and ready is None and first.is_gathered_in_place and not first.is_kept
+    # Of a rank alone nothing comes: its shards are copied into their places when they are waited for.
+    may_be_in_place = may_be_in_place and (group.size() > 1 or first.is_offloaded)
     if may_be_in_place and any(first.in_place):
         places = first.allocated().places
         plan, in_place = first.plan, first.in_place

@@ -62,7 +62,7 @@ def flex(
             flex_attention(query, key, value, score_mod=prepared.score, block_mask=prepared.blocks, **options),
         )
     prepared = _KEPT.prepared(rule, query, key.shape[2])
-    run = _compiled(name_of(rule))
+    run = _compiled(name_of(rule), torch.are_deterministic_algorithms_enabled())
     return cast(torch.Tensor, run(query, key, value, score_mod=prepared.score, block_mask=prepared.blocks, **options))
 
 
@@ -202,12 +202,15 @@ _KEPT: Final = _Kept()
 
 
 @lru_cache(_NUM_KERNELS)
-def _compiled(kind: str) -> Callable[..., Any]:
-    """FlexAttention for one kind of rule; a second length makes it compile for all."""
+def _compiled(kind: str, is_deterministic: bool) -> Callable[..., Any]:
+    """FlexAttention for one kind of rule; a second length makes it compile for all.
+
+    A kernel for one length rounds unlike that for all: deterministic ones are for all from the first on.
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return flex_attention(*args, **kwargs)
 
     # Dynamo counts compilations by code, and gives up after a few.
     run.__code__ = run.__code__.replace()
-    return torch.compile(run, fullgraph=True)
+    return torch.compile(run, fullgraph=True, dynamic=True if is_deterministic else None)

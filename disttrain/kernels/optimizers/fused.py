@@ -7,8 +7,7 @@ and rounding to a copy add no pass over memory here, and states in bf16 save 8 b
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import count
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import torch
@@ -17,13 +16,14 @@ from torch.optim import Optimizer
 from disttrain.dtensor import DTensor
 from disttrain.dtensor.views.view_copy import count_writes
 from disttrain.errors import BackendError, ShapeError
-from disttrain.kernels._torch import version_of
+from disttrain.kernels._torch import grads_of, version_of
 from disttrain.kernels.choice import choose, wide_dtype
 from disttrain.kernels.optimizers import reference as optimizer_reference
 from disttrain.kernels.optimizers.counts import count_steps
 from disttrain.kernels.optimizers.pieces import Pieces
 from disttrain.kernels.optimizers.recorded import Launch, RecordedStep
 from disttrain.kernels.optimizers.rules import ROW, Piece, Rule
+from disttrain.kernels.optimizers.taken_over import LastPieces
 from disttrain.kernels.optimizers.total_norm import total_norm
 from disttrain.kernels.recording import Recording, current_recording
 
@@ -36,8 +36,8 @@ _UNKNOWN_OPTIONS: Final = ("amsgrad", "maximize", "dampening")
 class Copies(Protocol):
     """Somebody who wants parameters once more in another dtype."""
 
-    def begin(self) -> Mapping[Any, torch.Tensor]:
-        """A step begins: by parameter, memory of its own part's shape that is to be written."""
+    def begin(self) -> Mapping[int, torch.Tensor]:
+        """A step begins: by a parameter's id, memory of its own part's shape that is to be written."""
 
     def end(self, written: Iterable[torch.Tensor]) -> None:
         """The step is over, and has written these parameters and their copies."""
@@ -75,6 +75,8 @@ class FusedOptimizer(Optimizer):
         self._copies: list[Copies] = []
         self._written: dict[torch.Tensor, Any] = {}
         """The version (`version_of`) of parameters with masters when they were written here."""
+        self._last_pieces: dict[int, LastPieces] = {}
+        """Of each group, by its first parameter's number."""
         super().__init__(params, {**defaults, "state_dtype": state_dtype, "keep_master": keep_master})
 
     @torch.no_grad()
@@ -91,22 +93,30 @@ class FusedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        scale = self._scale(grad_scale)
-        number = count()
-        copy_of: dict[Any, torch.Tensor] = {}
+        with_grads = [_with_grads(group["params"]) for group in self.param_groups]
+        scale = self._scale(grad_scale, with_grads)
+        number = 0
+        copy_of: dict[int, torch.Tensor] = {}
         # A graph would read the copies of the step before it where they lay when it was recorded.
         for copies in self._copies if recording is None else ():
             copy_of |= copies.begin()
         updated: list[torch.Tensor] = []
         launches: list[Launch] = []
-        for group in self.param_groups:
+        for group, (parameters, grads) in zip(self.param_groups, with_grads, strict=True):
             self._check_options(group)
-            for launch, pieces in self._launches(group, number, copy_of, recording):
+            if recording is not None:
+                for parameter in parameters:
+                    self._check_is_complete(parameter, group)
+            pieces, kept = self._pieces(group, parameters, grads, number, copy_of)
+            number += len(group["params"])
+            for launch, some in self._launches(group, parameters, pieces, kept, recording):
                 launches.append(launch)
                 updated += launch.parameters
-                if pieces:
-                    _update(type(self).__name__, pieces, launch, scale)
-            self.end_step(group, [parameter for parameter in group["params"] if parameter.grad is not None])
+                if some:
+                    _update(type(self).__name__, some, launch, scale)
+            # Neither a kernel's writes nor those to a DTensor's part are seen by autograd, or by views across a cut.
+            count_writes(kept.written)
+            self.trust_masters(kept.with_masters)
         if recording is not None:
             recording.add(RecordedStep(self, launches))
         for copies in self._copies if recording is None else ():
@@ -116,41 +126,51 @@ class FusedOptimizer(Optimizer):
     def _launches(
         self,
         group: dict[str, Any],
-        number: Iterator[int],
-        copy_of: Mapping[Any, torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+        pieces: Sequence[Piece],
+        kept: LastPieces,
         recording: Recording | None,
     ) -> list[tuple[Launch, list[Piece]]]:
-        """The group's launches, whose steps are counted hereby. `number` gives each parameter of all groups another."""
-        counted: list[tuple[torch.Tensor, dict[str, Any], int]] = []
-        for parameter, index in zip(group["params"], number, strict=False):
-            if parameter.grad is not None:
-                if recording is not None:
-                    self._check_is_complete(parameter, group)
-                counted.append((parameter, self.begin_step(parameter, group), index))
-        steps = count_steps([state for _, state, _ in counted])
-        names, taken = self._names(group), Pieces()
-        at_step: defaultdict[Any, list[torch.Tensor]] = defaultdict(list)
-        pieces: defaultdict[Any, list[Piece]] = defaultdict(list)
-        for (parameter, state, index), step in zip(counted, steps, strict=True):
-            piece = taken.of(parameter, state, names, index, copy_of.get(parameter))
-            key = step, piece.parameter.device, piece.kind
-            at_step[key].append(parameter)
-            if piece.parameter.numel():
-                pieces[key].append(piece)
+        """The group's launches, whose steps are counted hereby."""
+        steps = count_steps(kept.states)
+        places_of: defaultdict[Any, list[int]] = defaultdict(list)
+        for place, (piece, step) in enumerate(zip(pieces, steps, strict=True)):
+            places_of[step if kept.are_of_one_kind else (step, piece.parameter.device, piece.kind)].append(place)
         launches = []
-        for key, parameters in at_step.items():
+        for places in places_of.values():
             numbers = None if recording is None else recording.take(ROW)
-            launches.append((Launch(group, parameters, self.rule(group, key[0]), numbers), pieces[key]))
+            launch = Launch(group, [parameters[place] for place in places], self.rule(group, steps[places[0]]), numbers)
+            launches.append((launch, [pieces[place] for place in places if pieces[place].parameter.numel()]))
         return launches
 
-    def end_step(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> None:
-        """Count the writes of a step to these parameters of `group`, and to their states."""
-        # Neither a kernel's writes nor those to a DTensor's part are seen by autograd, or by views across a cut.
-        values = [value for parameter in parameters for value in self.state[parameter].values()]
-        count_writes([*parameters, *(value for value in values if isinstance(value, DTensor))])
-        for parameter in group["params"]:
-            if "master" in self.state.get(parameter, ()):
-                self._written[parameter] = version_of(parameter, _local(parameter))
+    def _pieces(
+        self,
+        group: dict[str, Any],
+        parameters: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        number: int,
+        copy_of: Mapping[int, torch.Tensor],
+    ) -> tuple[list[Piece], LastPieces]:
+        """The pieces of these parameters of the group, with these gradients; their states are completed. `number` is
+        the group's first parameter's among those of all groups."""
+        names, last = self._names(group), self._last_pieces.get(number)
+        facts = names, group["state_dtype"], group["keep_master"]
+        if last is not None and last.are_still(facts, self.state, parameters):
+            for parameter in last.with_masters:
+                self.begin_step(parameter, group)
+            if (renewed := last.pieces(grads, copy_of)) is not None:
+                return renewed, last
+        taken, pieces, index_of = Pieces(), [], {id(each): index for index, each in enumerate(group["params"], number)}
+        for parameter in parameters:
+            state = self.begin_step(parameter, group)
+            pieces.append(taken.of(parameter, state, names, index_of[id(parameter)], copy_of.get(id(parameter))))
+        last = self._last_pieces[number] = LastPieces(facts, self.state, parameters, pieces)
+        return pieces, last
+
+    def trust_masters(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Note that these parameters are copies of their masters now."""
+        for parameter in parameters:
+            self._written[parameter] = version_of(parameter, _local(parameter))
 
     def write_copies(self, copies: Copies) -> None:
         """Write parameters once more in each step, where `copies` say."""
@@ -198,11 +218,12 @@ class FusedOptimizer(Optimizer):
     def rule(self, group: dict[str, Any], step: int) -> Rule:
         raise NotImplementedError
 
-    def _scale(self, grad_scale: torch.Tensor | None) -> torch.Tensor | None:
-        parameters = [p for group in self.param_groups for p in group["params"]]
+    def _scale(
+        self, grad_scale: torch.Tensor | None, with_grads: Sequence[tuple[Any, Sequence[torch.Tensor]]]
+    ) -> torch.Tensor | None:
         if self.max_norm is not None:
-            self._check_all_are_counted(parameters)
-        grads = [p.grad for p in parameters if p.grad is not None]
+            self._check_all_are_counted([p for group in self.param_groups for p in group["params"]])
+        grads = [grad for _, grads in with_grads for grad in grads]
         if self.max_norm is None or not grads:
             return None if grad_scale is None else grad_scale.float()
         norm = total_norm(grads)
@@ -250,7 +271,7 @@ class FusedOptimizer(Optimizer):
         """Also what comes of another optimizer, whose groups have other options."""
         super().__setstate__(state)
         self._copies = vars(self).get("_copies", [])
-        self._written = {}
+        self._written, self._last_pieces = {}, {}
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -348,6 +369,13 @@ class SGD(FusedOptimizer):
         return Rule(
             "sgd", float(group["lr"]), group["weight_decay"], group["momentum"], is_nesterov=is_nesterov, step=step
         )
+
+
+def _with_grads(parameters: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Those that have a gradient, and their gradients."""
+    grads = grads_of(parameters)
+    with_grads = [parameter for parameter, grad in zip(parameters, grads, strict=True) if grad is not None]
+    return with_grads, [grad for grad in grads if grad is not None]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

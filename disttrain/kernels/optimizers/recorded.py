@@ -26,7 +26,7 @@ class Stepper(Protocol):
 
     def begin_step(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]: ...
 
-    def end_step(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> None: ...
+    def trust_masters(self, parameters: Sequence[torch.Tensor]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,7 @@ class RecordedStep:
     def after_replay(self) -> None:
         # Parameters' writes are counted with all others of the recording.
         count_writes(self._sharded)
-        if self._with_masters:
-            for launch in self._launches:
-                self._optimizer.end_step(launch.group, launch.parameters)
+        self._optimizer.trust_masters([parameter for parameter, _ in self._with_masters])
 
     def _state_tensors(self) -> Iterable[Any]:
         # With an end, so that there can't be one more or less.

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from disttrain.kernels.launch_table import DTYPES, are_aligned, at, blocks_of, table_of
+from disttrain.kernels.launch_table import DTYPES, are_multiples, at, blocks_of, table_of
 from disttrain.kernels.optimizers.rules import Piece, Rule, numbers_of
 
 _BLOCK: Final = 1024
@@ -169,9 +169,9 @@ def update(
     from there, as `numbers_of` puts them; None: they go along."""
     first = pieces[0]
     device = first.parameter.device
-    tensors, blocks, sizes = blocks_of(tuple(piece.parameter.numel() for piece in pieces), _BLOCK, device)
-    addresses = [_addresses(piece) for piece in pieces]
-    rows = [(*row, piece.number) for row, piece in zip(addresses, pieces, strict=True)]
+    numels = tuple([piece.parameter.numel() for piece in pieces])
+    tensors, blocks, sizes = blocks_of(numels, _BLOCK, device)
+    rows = [*map(_row_of, pieces)]
     table = table_of([*rows, numbers_of(rule)], device)
     with torch.cuda.device_of(first.parameter):
         _update[(tensors.shape[0],)](
@@ -192,14 +192,21 @@ def update(
             STATE=DTYPES[first.states[0].dtype] if first.states else tl.float32,
             COPY=tl.float32 if first.copy is None else DTYPES[first.copy.dtype],
             IS_RANDOM=first.is_rounded_at_random,
-            IS_ALIGNED=are_aligned((piece.parameter for piece in pieces), addresses),
+            IS_ALIGNED=are_multiples([numels, *[*zip(*rows, strict=True)][:-1]]),
             BLOCK=_BLOCK,
             num_warps=_NUM_WARPS,
         )
 
 
-def _addresses(piece: Piece) -> list[int]:
-    """The addresses of parameter, gradient, two states, the master and a copy; 0 for what is not there."""
-    states = [state.data_ptr() for state in piece.states]
-    others = [0 if tensor is None else tensor.data_ptr() for tensor in (piece.master, piece.copy)]
-    return [piece.parameter.data_ptr(), piece.grad.data_ptr(), *states, *[0] * (2 - len(states)), *others]
+def _row_of(piece: Piece) -> tuple[int, ...]:
+    """The addresses of parameter, gradient, two states, the master and a copy, 0 for what is not there; the number."""
+    states, master, copy = piece.states, piece.master, piece.copy
+    return (
+        piece.parameter.data_ptr(),
+        piece.grad.data_ptr(),
+        states[0].data_ptr() if states else 0,
+        states[1].data_ptr() if len(states) > 1 else 0,
+        0 if master is None else master.data_ptr(),
+        0 if copy is None else copy.data_ptr(),
+        piece.number,
+    )

@@ -47,7 +47,7 @@ def forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, places: Places
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `dense.forward`."""
-    run = _compiled(name_of(places.rule))
+    run = _compiled(name_of(places.rule), torch.are_deterministic_algorithms_enabled())
     has_groups = query.shape[1] != key.shape[1]
     # Of tensors of any strides a kernel would be compiled for each.
     inputs = (tensor.contiguous() for tensor in (query, key, value))
@@ -151,8 +151,11 @@ def _documents(mask: Documents, rows: torch.Tensor, columns: torch.Tensor) -> tu
 
 
 @lru_cache(_NUM_KERNELS)
-def _compiled(kind: str) -> Callable[..., Any]:
-    """FlexAttention for one kind of rule; a second length makes it compile for all."""
+def _compiled(kind: str, is_deterministic: bool) -> Callable[..., Any]:
+    """FlexAttention for one kind of rule; a second length makes it compile for all.
+
+    A kernel for one length rounds unlike that for all: deterministic ones are for all from the first on.
+    """
 
     def run(query: Any, key: Any, value: Any, score: Any, blocks: Any, scale: float, has_groups: bool) -> Any:
         out, aux = flex_attention(
@@ -171,4 +174,4 @@ def _compiled(kind: str) -> Callable[..., Any]:
 
     # Dynamo counts compilations by code, and gives up after a few.
     run.__code__ = run.__code__.replace()
-    return torch.compile(run, fullgraph=True)
+    return torch.compile(run, fullgraph=True, dynamic=True if is_deterministic else None)
