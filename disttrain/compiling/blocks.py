@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from disttrain.compiling._torch import is_compiled, is_under_policy
+from disttrain.compiling.guards import with_few_guards
 from disttrain.compiling.kinds import Blocks, Kind, find_blocks, kinds_of, unwrapped
 from disttrain.console import table
 from disttrain.errors import CompileError
@@ -64,7 +65,7 @@ def compile_blocks(
             # Blocks of a kind have the same one, but for what torch.fx writes anew for each.
             key = function if owner is None else type(block).forward
             if key not in compiled:
-                graph = torch.compile(_copy(function), fullgraph=fullgraph, **options)
+                graph = torch.compile(_copy(function), fullgraph=fullgraph, **with_few_guards(options))
                 compiled[key] = _guarded(graph, kind.name, fullgraph, is_bound=owner is None)
             block.forward = MethodType(compiled[key], block if owner is None else owner)
     return CompiledBlocks(kinds)

@@ -321,3 +321,49 @@ def test_one_block_with_a_forward_of_its_own_is_of_another_kind() -> None:
     wished = model(torch.ones(2, 4))
     assert [kind.paths for kind in compile_blocks(model, backend="eager").kinds] == [("0", "2"), ("1",)]
     torch.testing.assert_close(model(torch.ones(2, 4)), wished)
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+class Activated(nn.Module):
+    """Calls a function of this module, one of torch's and an attribute, which tests give other values."""
+
+    factor = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.relu(doubled(x)) * self.factor
+
+
+def test_names_that_are_bound_anew_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.ModuleList(), nn.Sequential(Activated(), Activated()))
+    compile_blocks(model[1], backend="eager", blocks=["0", "1"])
+    x = torch.tensor([-1.0, 3.0])
+    assert torch.equal(model[1](x), torch.tensor([0.0, 12.0]))
+    monkeypatch.setattr(nn.functional, "relu", torch.neg)
+    assert torch.equal(model[1](x), 4 * x)
+    monkeypatch.setitem(globals(), "doubled", lambda x: 3 * x)
+    assert torch.equal(model[1](x), 9 * x)
+    model[1][1].factor = 2.0
+    assert torch.equal(model[1](x), 18 * x)
+
+
+def test_options_of_torch_compile_stay() -> None:
+    def keep_all(entries: Any) -> list[bool]:
+        asked.append(len(entries))
+        return [True] * len(entries)
+
+    asked: list[int] = []
+    for options in (
+        {"mode": "default"},
+        {"options": {"guard_filter_fn": keep_all}},
+        {"options": {"max_autotune": False}},
+        {},
+    ):
+        torch._dynamo.reset()
+        model = llama()
+        compile_blocks(model, **({"backend": "aot_eager"} if options.get("mode") else {}), **options)
+        model(TOKENS)
+        assert bool(asked) is ("guard_filter_fn" in (options.get("options") or {}))
+        asked.clear()
