@@ -429,3 +429,17 @@ def test_gradients_are_let_go_of_after_a_step() -> None:
     gone = [weakref.ref(parameter.grad) for parameter in own]
     optimizer.zero_grad()
     assert [each() for each in gone] == [None] * len(own)
+
+
+def test_what_is_written_to_a_parameter_without_gradient_stays() -> None:
+    own = parameters(torch.bfloat16)
+    optimizer = AdamW(own, lr=1e-3)
+    give_gradients(own, 0)
+    optimizer.step()
+    for without in (True, False):
+        give_gradients(own, 1)
+        if without:
+            own[0].grad = None
+            own[0].data.fill_(3.0)
+        optimizer.step()
+        torch.testing.assert_close(own[0].detach(), torch.full_like(own[0], 3.0), rtol=0.0, atol=0.02)
