@@ -1,8 +1,8 @@
 """The guards that a compiled block goes without: on functions and classes of this library, and on Python's builtins.
 
-Dynamo checks at each call that every name which the forward has read is bound to what it was. Nobody rebinds these while
-a model trains, and kernels (`use_kernels`) read many of them: the checks of a block of Llama with kernels take 64 us a
-call in place of 89. What others might rebind, as torch's functions, is checked as ever.
+Dynamo checks at each call that every name which the forward has read is bound to what it was. Nobody rebinds these
+while a model trains, and kernels (`use_kernels`) read many of them: the checks of a block of Llama with kernels take 64
+us a call in place of 89. What others might rebind, as torch's functions, is checked as ever.
 """
 
 from __future__ import annotations

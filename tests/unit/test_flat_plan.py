@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from disttrain.kernels._torch import chunk_cat
 from disttrain.fsdp2.machine.order import ExecutionOrder
 from disttrain.fsdp2.params.flat import plan_flat
+from disttrain.kernels._torch import chunk_cat
 
 shapes = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple), min_size=1, max_size=4)
 
