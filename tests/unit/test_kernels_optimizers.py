@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from typing import Any
 from unittest.mock import patch
 
@@ -17,9 +16,9 @@ from disttrain.kernels import SGD, AdamW, Lion
 from disttrain.kernels.optimizers.total_norm import total_norm
 from disttrain.testing import run_threads
 from tests.cases.kernels import IMPLEMENTATIONS, drawn, use_implementation
+from tests.cases.optimizers import give_gradients, parameters
 from tests.cases.shardings import laid_out, mesh_of
 
-SHAPES = [(3, 5), (2049,), (1,), (0, 4), (64, 64)]
 TORCHS: list[tuple[Any, Any, dict[str, Any]]] = [
     (AdamW, torch.optim.AdamW, {"lr": 0.1, "betas": (0.8, 0.95), "weight_decay": 0.1}),
     (SGD, torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1}),
@@ -32,15 +31,6 @@ TORCHS: list[tuple[Any, Any, dict[str, Any]]] = [
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     use_implementation(request.param, monkeypatch)
     return str(request.param)
-
-
-def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
-    return [nn.Parameter(drawn(*shape, seed=seed, dtype=dtype)) for seed, shape in enumerate(SHAPES)]
-
-
-def give_gradients(own: list[nn.Parameter], step: int, factor: float = 1.0) -> None:
-    for place, parameter in enumerate(own):
-        parameter.grad = drawn(*parameter.shape, seed=100 * step + place, dtype=parameter.dtype) * factor
 
 
 @pytest.mark.parametrize(("ours", "theirs", "options"), TORCHS)
@@ -374,73 +364,3 @@ def test_steps_are_counted_together_whoever_has_gradients() -> None:
     optimizer.state[parameters[0]]["step"] = torch.tensor(7.0)
     expected[0] = 7
     step(0, 1, 2, 3)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_what_changes_between_steps_is_seen(dtype: torch.dtype) -> None:
-    """Steps that take the last one's pieces over, beside those of an optimizer that takes all apart anew."""
-    own, other = parameters(dtype), parameters(dtype)
-    optimizers = SGD(own, lr=0.1, momentum=0.9), SGD(other, lr=0.1, momentum=0.9)
-
-    def for_both(change: Any) -> None:
-        for optimizer, params in zip(optimizers, (own, other), strict=True):
-            change(optimizer, params)
-
-    def with_other_state(optimizer: Any, params: list[nn.Parameter]) -> None:
-        optimizer.state[params[4]] = {name: value * 2 for name, value in optimizer.state[params[4]].items()}
-
-    def written_without_gradient(optimizer: Any, params: list[nn.Parameter]) -> None:
-        params[0].grad = None
-        with torch.no_grad():
-            params[0].fill_(3.0)
-
-    changes: list[Any] = [
-        lambda *_: None,
-        lambda *_: None,
-        lambda _, params: setattr(params[1], "grad", None),
-        lambda *_: None,
-        written_without_gradient,
-        lambda _, params: setattr(params[4], "data", params[4].data.flip(0)),
-        lambda optimizer, _: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
-        lambda optimizer, params: optimizer.state[params[0]].update(momentum_buffer=torch.ones(3, 5)),
-        with_other_state,
-        lambda optimizer, _: optimizer.param_groups[0].update(momentum=0.0),
-        lambda optimizer, _: optimizer.param_groups[0].update(momentum=0.5, lr=0.2),
-        lambda optimizer, params: optimizer.param_groups[0].update(params=params[::-1]),
-        lambda optimizer, params: optimizer.state.pop(params[1]),
-        lambda *_: None,
-    ]
-    for step, change in enumerate(changes):
-        give_gradients(own, step)
-        give_gradients(other, step)
-        for_both(change)
-        optimizers[1]._last_pieces.clear()
-        for_both(lambda optimizer, _: optimizer.step())
-        assert all(map(torch.equal, own, other)), f"change {step}"
-    assert all(bool((parameter != 3.0).any()) for parameter in own if parameter.numel())
-
-
-def test_gradients_are_let_go_of_after_a_step() -> None:
-    own = parameters()
-    optimizer = AdamW(own, lr=0.1)
-    for step in range(3):
-        give_gradients(own, step)
-        optimizer.step()
-    gone = [weakref.ref(parameter.grad) for parameter in own]
-    optimizer.zero_grad()
-    assert [each() for each in gone] == [None] * len(own)
-
-
-def test_what_is_written_to_a_parameter_without_gradient_stays() -> None:
-    own = parameters(torch.bfloat16)
-    optimizer = AdamW(own, lr=1e-3)
-    give_gradients(own, 0)
-    optimizer.step()
-    for without in (True, False):
-        give_gradients(own, 1)
-        if without:
-            own[0].grad = None
-            with torch.no_grad():
-                own[0].fill_(3.0)
-        optimizer.step()
-        torch.testing.assert_close(own[0].detach(), torch.full_like(own[0], 3.0), rtol=0.0, atol=0.02)

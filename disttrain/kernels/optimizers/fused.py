@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 from disttrain.dtensor import DTensor
 from disttrain.dtensor.views.view_copy import count_writes
 from disttrain.errors import BackendError, ShapeError
-from disttrain.kernels._torch import grads_of, version_of
+from disttrain.kernels._torch import version_of
 from disttrain.kernels.choice import choose, wide_dtype
 from disttrain.kernels.optimizers import reference as optimizer_reference
 from disttrain.kernels.optimizers.counts import count_steps
-from disttrain.kernels.optimizers.pieces import Pieces
+from disttrain.kernels.optimizers.pieces import Pieces, those_with_grads
 from disttrain.kernels.optimizers.recorded import Launch, RecordedStep
 from disttrain.kernels.optimizers.rules import ROW, Piece, Rule
 from disttrain.kernels.optimizers.taken_over import LastPieces
@@ -93,7 +93,7 @@ class FusedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with_grads = [_with_grads(group["params"]) for group in self.param_groups]
+        with_grads = [those_with_grads(group["params"]) for group in self.param_groups]
         scale = self._scale(grad_scale, with_grads)
         number = 0
         copy_of: dict[int, torch.Tensor] = {}
@@ -369,13 +369,6 @@ class SGD(FusedOptimizer):
         return Rule(
             "sgd", float(group["lr"]), group["weight_decay"], group["momentum"], is_nesterov=is_nesterov, step=step
         )
-
-
-def _with_grads(parameters: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Those that have a gradient, and their gradients."""
-    grads = grads_of(parameters)
-    with_grads = [parameter for parameter, grad in zip(parameters, grads, strict=True) if grad is not None]
-    return with_grads, [grad for grad in grads if grad is not None]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

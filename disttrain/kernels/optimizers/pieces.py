@@ -15,6 +15,7 @@ from disttrain.dtensor import DTensor, Replicate
 from disttrain.dtensor.local_part import local_part, spec_of
 from disttrain.dtensor.spec.layout import Layout
 from disttrain.dtensor.views.calls import up_to_date
+from disttrain.kernels._torch import grads_of
 from disttrain.kernels.optimizers.rules import Piece
 
 
@@ -39,6 +40,13 @@ class Pieces:
         states = tuple([_part(state[name]) for name in names])
         master = _part(state["master"]) if "master" in state else None
         return Piece(local, grad.contiguous(), states, master, number, copy)
+
+
+def those_with_grads(parameters: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Those that have a gradient, and their gradients."""
+    grads = grads_of(parameters)
+    with_grads = [parameter for parameter, grad in zip(parameters, grads, strict=True) if grad is not None]
+    return with_grads, [grad for grad in grads if grad is not None]
 
 
 def part_of(layout: Layout) -> tuple[int, int]:
