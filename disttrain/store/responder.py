@@ -13,11 +13,11 @@ which late members begin, and older pages go.
 
 from __future__ import annotations
 
-import atexit
 import threading
 import time
 from collections.abc import Callable, Sequence
 
+from disttrain._python import at_exit
 from disttrain.errors import StoreError, StoreTimeoutError
 from disttrain.store.attendance import once
 from disttrain.store.base import Store
@@ -69,7 +69,7 @@ class Responder:
         self._thread = threading.Thread(target=self._read_until_closed, name=f"disttrain {name}", daemon=True)
         self._thread.start()
         # A thread that an answer wakes while the interpreter is being taken down can take the process down with it.
-        atexit.register(self.close)
+        at_exit.register(self.close)
 
     def ask(self, ranks: Sequence[int], timeout_s: float, about: str = "") -> dict[int, bytes]:
         """The answers of those of `ranks` that gave one in time; none when the store is gone. `about` is one line."""
@@ -147,7 +147,7 @@ class Responder:
 
     def close(self) -> None:
         """End the thread. Idempotent."""
-        atexit.unregister(self.close)
+        at_exit.unregister(self.close)
         self.store.close()
         if self._thread is not threading.current_thread():
             self._thread.join(_CLOSING_S)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import queue
@@ -16,6 +15,7 @@ from typing import Any, Final, Self
 import msgpack
 
 from disttrain import reports
+from disttrain._python import at_exit
 from disttrain.errors import SettingError, StoreError, StoreTimeoutError
 from disttrain.process_group import World, current_world, is_initialized
 from disttrain.store import HashStore, PrefixStore, Store
@@ -110,7 +110,7 @@ class Tracking:
             thread.start()
         if self._world is not None:
             self._world.companion(_OfWorld, _OfWorld).trackings.append(self)
-        atexit.register(self.close)
+        at_exit.register(self.close)
         reports.add_listener(self)
 
     def heard(self, step: int | None, numbers: dict[str, float]) -> None:
@@ -139,7 +139,7 @@ class Tracking:
 
     def close(self) -> None:
         """Let the trackers have all that was reported, and end. Idempotent."""
-        atexit.unregister(self.close)
+        at_exit.unregister(self.close)
         reports.remove_listener(self)
         threads, self._threads = self._threads, []
         if not threads or os.getpid() != self._pid:

@@ -6,7 +6,6 @@ A rank that hangs is in a transport's C++ code, where Python runs no signal hand
 
 from __future__ import annotations
 
-import atexit
 import errno
 import faulthandler
 import logging
@@ -20,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
+from disttrain._python import at_exit
 from disttrain.errors import DisttrainError, StoreError
 from disttrain.flight_recorder.dumps.folders import made_private_folder, private_folder
 from disttrain.flight_recorder.dumps.rings.orphaned_rings import remove_forgotten
@@ -70,8 +70,8 @@ def enable(world: World | None = None) -> FlightRecorder:
         _log.warning("the flight recorder may watch for no hangs, and write no files: %s", str(problem))
         recorder.attach(world)
     world.recall, world.main_place = partial(recall, recorder), main_place
-    atexit.register(recorder.close)
-    recorder.when_closed(lambda: atexit.unregister(recorder.close))
+    at_exit.register(recorder.close)
+    recorder.when_closed(lambda: at_exit.unregister(recorder.close))
     recorder.when_closed(partial(_leave_private_folder, recorder))
     return recorder
 
@@ -175,7 +175,7 @@ class Triggers:
             if self._is_done:
                 self._recorder.close()  # The dump has all that the ring has.
             else:
-                atexit.unregister(self._recorder.close)
+                at_exit.unregister(self._recorder.close)
         self._previous_hook(kind, error, where)
 
     def _dump(self, reason: str, error: BaseException | None = None) -> bool:

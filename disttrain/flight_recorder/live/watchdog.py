@@ -9,7 +9,6 @@ writes all stacks to a file beside the ring, since the sign of life is missing t
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import logging
 import math
@@ -26,6 +25,7 @@ import torch
 
 from disttrain.errors import DisttrainError, FlightDumpError, StoreError
 from disttrain.flight_recorder.live.replay_limits import ReplayLimits, end_overdue
+from disttrain.flight_recorder.live.stack_timer import STACK_TIMER
 from disttrain.flight_recorder.record.device.probe import Probe, has_stream_ended
 from disttrain.flight_recorder.record.process.symbols import PACKAGE
 from disttrain.flight_recorder.record.record import BESIDE
@@ -123,7 +123,7 @@ class Watchdog:
             self._responder.close()
         if self._thread is not threading.current_thread():
             self._thread.join(self._beat_s)
-        faulthandler.cancel_dump_traceback_later()
+        STACK_TIMER.cancel()
         self._remove_stacks()
 
     def _remove_stacks(self) -> None:
@@ -174,7 +174,7 @@ class Watchdog:
             # Written while this thread could not run; it can again.
             self._stacks.seek(0)
             self._stacks.truncate()
-        faulthandler.dump_traceback_later(max(self._soft_limit_s, 4 * self._beat_s), file=self._stacks)
+        STACK_TIMER.set(max(self._soft_limit_s, 4 * self._beat_s), self._stacks)
 
     def _waited_s(self, now_s: float) -> float:
         activity, device = self._recorder.ring.activity(), self._recorder.world.device

@@ -18,7 +18,7 @@ import torch
 from disttrain.kernels.choice import choose
 from disttrain.kernels.copies import reference as copies_reference
 from disttrain.kernels.recording import current_recording
-from disttrain.settings import KERNELS
+from disttrain.settings import KERNELS, TRITON_INTERPRET
 
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 _MANY_ELEMENTS: Final = 1 << 23
@@ -71,8 +71,10 @@ def _with_elements(
 
 
 def _rows_kernels(matrix: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Any:
-    is_small = matrix.is_cuda and matrix.numel() < _MANY_ELEMENTS and KERNELS.read() != "triton"
-    if is_small and current_recording() is None:
+    # First what is found out soonest: it is done for each layer.
+    if not (matrix.is_cuda or TRITON_INTERPRET.read()):
+        return copies_reference
+    if matrix.numel() < _MANY_ELEMENTS and current_recording() is None and KERNELS.read() != "triton":
         return copies_reference
     dtypes = {tensor.dtype for tensor in tensors}
     is_cast = dtypes != {matrix.dtype}

@@ -41,7 +41,6 @@ class LastPieces:
         self._had = [*self._state_tensors()]
         self.written = [*parameters, *(value for value in self._had if isinstance(value, DTensor))]
         """What a step writes to, as far as nobody else counts it."""
-        self._all_states = [*state], [*state.values()]
         self._layouts = [_layout_of(parameter) for parameter in parameters]
         self._kept = [(piece.parameter, piece.states, piece.master, piece.number) for piece in pieces]
         self._dtypes = [_dtypes_of(piece.parameter, piece.grad, piece.copy) for piece in pieces]
@@ -53,7 +52,7 @@ class LastPieces:
             and state is self._state
             and len(parameters) == len(self._parameters)
             and all(map(is_, parameters, self._parameters))
-            and self._has_states()
+            and all(map(is_, map(state.get, parameters), self.states))
             and all(map(is_, self._state_tensors(), self._had))
         )
 
@@ -73,15 +72,6 @@ class LastPieces:
                 Piece(local, grad if grad.is_contiguous() else grad.contiguous(), states, master, number, copy)
             )
         return pieces
-
-    def _has_states(self) -> bool:
-        # Without a lookup: torch's tensors are hashed in Python.
-        keys, values = self._all_states
-        return (
-            len(self._state) == len(keys)
-            and all(map(is_, self._state, keys))
-            and all(map(is_, self._state.values(), values))
-        )
 
     def _state_tensors(self) -> Iterable[Any]:
         # With an end, so that there can't be one more or less.

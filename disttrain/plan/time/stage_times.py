@@ -24,9 +24,9 @@ NCCL_SHARE = 24 / 132
 HOST_BLOCK_S = 1e-3
 """In which a host launches the forward of one block that is not compiled; its backward takes twice as long."""
 HOST_COMPILED_BLOCK_S = 0.4e-3
-CAPTURED_BLOCK_S, CAPTURED_GAPS_S = 0.07e-3, 0.018e-3
+CAPTURED_BLOCK_S, CAPTURED_GAPS_S = 0.056e-3, 0.0096e-3
 """In a captured step, of a block's forward, and twice in its backward: what its kernels take however small they are,
-and what lies between one and the next, 18 of 4 and of 1 us."""
+and what lies between one and the next, 16 of 3.5 and of 0.6 us."""
 COMPILED_WEIGHT_SHARE = 0.05
 """Of a compiled block's backward that can be left for later: it is one node, which computes all gradients at once."""
 WIDENING_RATE, WIDENED_ADDITION_RATE = 0.5, 0.66

@@ -7,13 +7,13 @@ them use one. Who has not made the group yet makes it in advance: its name says 
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from disttrain._python import at_exit
 from disttrain._python.awaited_threads import AWAITED
 from disttrain.errors import BackendError
 from disttrain.process_group.backends import choose_backends
@@ -41,7 +41,7 @@ class Connecting:
 
     def stay(self) -> None:
         """Have it closed when this process ends, also without destroying its world."""
-        atexit.register(self.close)
+        at_exit.register(self.close)
 
     def hear(self, request: dict[str, Any]) -> None:
         """Another rank asks; this one connects beside whatever it does."""
@@ -72,7 +72,7 @@ class Connecting:
 
     def close(self) -> None:
         """End the threads; what they connect is not needed any more. Idempotent."""
-        atexit.unregister(self.close)
+        at_exit.unregister(self.close)
         if os.getpid() != self._pid:
             return  # A child that was forked off is no rank.
         with self._starting:

@@ -8,7 +8,6 @@ one reason. What this rank has called is told by `World.recall`, which the fligh
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import time
@@ -16,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
+from disttrain._python import at_exit
 from disttrain.errors import StoreError
 from disttrain.process_group.watching.departures import pages_left, say_left
 from disttrain.process_group.watching.fingerprint import Fields, find_mismatch
@@ -84,11 +84,11 @@ class Comparing:
 
     def stay(self) -> None:
         """Have the others told when this process ends, also without destroying its world."""
-        atexit.register(self.leave)
+        at_exit.register(self.leave)
 
     def leave(self) -> None:
         """This rank comes to no collective any more."""
-        atexit.unregister(self.leave)
+        at_exit.unregister(self.leave)
         if os.getpid() != self._pid:
             return  # A child that was forked off is no rank.
         come_to = {group.group_name: group.sequence for group in self._world.groups if group.sequence}

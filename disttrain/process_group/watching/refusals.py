@@ -8,12 +8,12 @@ this runs while all is well. docs/decisions/010-refusals-are-told.md says why it
 
 from __future__ import annotations
 
-import atexit
 import json
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from disttrain._python import at_exit
 from disttrain.errors import DisttrainError
 
 if TYPE_CHECKING:
@@ -102,8 +102,8 @@ class Refusals:
             self._world.remove_observer(self)
             self._world.add_observer(self)
         # Registered after the witness, this runs before the witness is closed. Often the error ends the process.
-        atexit.unregister(self.tell)
-        atexit.register(self.tell)
+        at_exit.unregister(self.tell)
+        at_exit.register(self.tell)
         timer = threading.Timer(_MOMENT_S, self.tell)
         timer.daemon = True
         timer.start()
@@ -167,7 +167,7 @@ class Refusals:
 
     def close(self) -> None:
         """Tell what is left to tell; the world ends."""
-        atexit.unregister(self.tell)
+        at_exit.unregister(self.tell)
         self.tell()
 
 

@@ -275,3 +275,23 @@ def test_output_that_cannot_be_written_is_said_once(launches: Launches) -> None:
         )
     said = "disttrain-launch: standard output is not written any more: No space left on device.\n"
     assert ended.stderr == said
+
+
+def test_a_child_of_a_rank_that_ends_ends_nothing_else(launches: Launches) -> None:
+    """By sys.exit, whose ending says goodbye to nobody, and does not wait for threads that the rank has."""
+    script = launches.script(
+        """
+        import os, sys, torch, disttrain
+        disttrain.init_process_group()
+        disttrain.all_reduce(torch.ones(1))
+        if not os.fork():
+            sys.exit(5)
+        print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+        total = torch.ones(1)
+        disttrain.all_reduce(total, group=disttrain.new_group())
+        print("sum", int(total), flush=True)
+        """
+    )
+    ended = launches.run("--nproc-per-node", "2", script)
+    assert ended.exit_code == 0, ended.stderr
+    assert sorted(line.split("] ")[-1] for line in ended.stdout.splitlines()) == ["5", "5", "sum 2", "sum 2"]
