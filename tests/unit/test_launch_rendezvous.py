@@ -373,3 +373,16 @@ def test_a_node_that_leaves_after_it_has_saved_says_so_and_the_others_go_on() ->
     assert Tell("agent-1", Done(requeued)) in machine.handle(Stopped("agent-1", 0), 1.0)
     again = machine.handle(Stopped("agent-0", 0), 1.0)
     assert [command.word.assignment.round for command in again if isinstance(command, Tell)] == [1]  # type: ignore[union-attr]
+
+
+def test_the_dumps_of_a_node_that_ends_well_meanwhile_are_waited_for() -> None:
+    """It has been told to stop, and its answer comes with them."""
+    machine = Rendezvous(Terms(2, 2), node(0, 2), 0.0)
+    for rank in range(2):
+        machine.handle(Came(node(rank, 2)), 0.0)
+    assert Tell("agent-1", Stop(0, failed(0, 1))) in machine.handle(Ended("agent-0", 0, failed(0, 1)), 1.0)
+    machine.handle(Stopped("agent-0", 0), 1.0)
+    assert machine.handle(Ended("agent-1", 0, Succeeded()), 1.0) == []
+    assert machine.phase is Phase.STOPPING
+    machine.handle(Stopped("agent-1", 0), 1.0)
+    assert machine.phase is Phase.OVER

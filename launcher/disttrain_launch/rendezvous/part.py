@@ -70,7 +70,9 @@ def _run(agent: Agent, link: JobLink, word: Run) -> Outcome:
         raise
     if isinstance(outcome, Failed):
         _send_dumps(agent.dump_folder, word.assignment, link)
-    link.stopped(agent.round)
+    if not isinstance(outcome, Succeeded):
+        # Who has ended well may yet be told to stop, and would be taken to have answered that before its dumps came.
+        link.stopped(agent.round)
     return outcome
 
 

@@ -217,7 +217,8 @@ class Rendezvous:
             return
         elif isinstance(outcome, Succeeded):
             self._has_success = True
-            self._rest(peer)
+            if self.phase is Phase.RUNNING:
+                self._rest(peer)  # Else it has been told to stop since, and answers that: with its dumps.
         elif isinstance(outcome, Lost) and self.terms.survives_losses and peer.node.agent != self._leader.agent:
             # It could not start its workers; the others can.
             self._rest(peer)
