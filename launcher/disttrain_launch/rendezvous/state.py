@@ -280,11 +280,10 @@ class Rendezvous:
         del self._peers[agent]
         self._members.discard(agent)
         self._tell(agent, word)
-        if node_rank is None or self._by_node_rank.get(node_rank) != agent:
-            return
-        del self._by_node_rank[node_rank]
-        if (heir := self._held.heir(node_rank)) is not None:
-            self._admit(heir)
+        if node_rank is not None and self._by_node_rank.get(node_rank) == agent:
+            del self._by_node_rank[node_rank]
+            if (heir := self._held.heir(node_rank)) is not None:
+                self._admit(heir)
 
     # What follows from where things stand.
 
